@@ -1,0 +1,32 @@
+"""USP: Ulysses inside a ring (https://arxiv.org/abs/2405.07719).
+
+A group of `ring * ulysses` ranks. An all-to-all over the `ulysses` neighbours trades sequence for heads (fast links,
+at most as many ranks as heads), a zigzag ring over the `ring` groups does the rest (slow links, exchange hidden behind
+compute, any number of ranks). ring = 1 is Ulysses, ulysses = 1 is zigzag ring attention.
+
+Bytes per layer: those of `ulysses_attn.py` with N = ulysses, plus those of `ring.py` with N = ring and H_kv / ulysses
+heads. Choose it when there are more ranks than heads, or several nodes: `ring_degree` = number of nodes.
+"""
+
+from ..layout import Layout
+from ..mesh import split_degrees
+from .base import AttentionContext, Mode
+from .ring import ring_attention
+from .ulysses_attn import attention_over_heads
+
+
+class UspAttention(Mode):
+    name = "usp_attn"
+
+    def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
+        ring, ulysses = split_degrees(sp_size, ring_degree)
+        return Layout(ring=ring, ulysses=ulysses, zigzag=True)
+
+    def attention(self, q, k, v, ctx: AttentionContext, *, scale: float):
+        def ring(q, k, v):
+            return ring_attention(q, k, v, ctx, ctx.ring, ctx.ring_spans(), scale=scale)
+
+        return attention_over_heads(ring, q, k, v, ctx.ulysses)
+
+
+MODE = UspAttention()

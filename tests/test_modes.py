@@ -1,0 +1,185 @@
+"""Attention of every mode, operator level: out, dq, dk and dv on every rank equal one process's, in float64."""
+
+import pytest
+import torch
+
+from easy_context.modes import AttentionContext, available_modes, get_mode
+from easy_context.modes.dist_flash_attn import schedule
+from easy_context.modes.ulysses_attn import deal_heads, kv_of_each_query
+from easy_context.virtual import run_ranks
+
+SPLITS = [  # mode, world, ring degree
+    *[
+        (mode, world, None)
+        for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
+        for world in range(1, 7)
+    ],
+    *[
+        ("usp_attn", *split)
+        for split in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2))
+    ],
+    ("data_parallel", 1, None),
+]
+
+
+def inputs(batch=2, length=48, heads=6, kv_heads=2, head_size=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(h):
+        return torch.randn(batch, length, h, head_size, dtype=dtype, generator=generator)
+
+    return draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+
+
+def dense_attention(q, k, v, scale, causal=True, documents=None):
+    """The definition, with the whole matrix of scores."""
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    allowed = torch.ones(q.shape[0], length, length, dtype=torch.bool)
+    if causal:
+        allowed = allowed.tril()
+    if documents is not None:
+        for row, borders in enumerate(documents):
+            document = torch.bucketize(torch.arange(length), torch.tensor(borders[1:]), right=True)
+            allowed[row] &= document[:, None] == document[None, :]
+    weights = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def one_process(q, k, v, dout, **mask):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = dense_attention(*leaves, scale=0.3, **mask)
+    out.backward(dout)
+    return out.detach(), *[leaf.grad for leaf in leaves]
+
+
+def sharded(mode_name, world, ring_degree, q, k, v, dout, *, kernel=None, **mask):
+    """out, dq, dk, dv of the mode, put together from all ranks."""
+    mode = get_mode(mode_name)
+    layout = mode.layout(world, ring_degree)
+    length = q.shape[1]
+
+    def work(rank, groups):
+        ctx = AttentionContext(layout=layout, seq_len=length, kernel=kernel, **groups, **mask)
+        own = layout.indices(length, rank).to(q.device)
+        leaves = [t[:, own].clone().requires_grad_() for t in (q, k, v)]
+        out = mode.attention(*leaves, ctx, scale=0.3)
+        out.backward(dout[:, own])
+        return out.detach(), *[leaf.grad for leaf in leaves]
+
+    order = layout.inverse(length).to(q.device)
+    return [torch.cat(parts, 1)[:, order] for parts in zip(*run_ranks(layout, work), strict=True)]
+
+
+def error(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("mode, world, ring_degree", SPLITS)
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (7, 1)])
+def test_equals_one_process(mode, world, ring_degree, heads, kv_heads):
+    length = get_mode(mode).layout(world, ring_degree).padded_length(40)
+    data = inputs(heads=heads, kv_heads=kv_heads, length=length)
+    for got, truth in zip(sharded(mode, world, ring_degree, *data), one_process(*data), strict=True):
+        assert error(got, truth) < 1e-12
+
+
+@pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] in (1, 3, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents(mode, world, ring_degree, causal):
+    data = inputs()
+    documents = ((0, 1, 7, 30, 48), (0, 24, 25, 26, 48))
+    truth = one_process(*data, causal=causal, documents=documents)
+    for got, wanted in zip(
+        sharded(mode, world, ring_degree, *data, causal=causal, documents=documents), truth, strict=True
+    ):
+        assert error(got, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] in (2, 3, 4)])
+def test_not_causal(mode, world, ring_degree):
+    data = inputs()
+    truth = one_process(*data, causal=False)
+    for got, wanted in zip(sharded(mode, world, ring_degree, *data, causal=False), truth, strict=True):
+        assert error(got, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] in (2, 4)])
+def test_partial_maxima_far_apart(mode, world, ring_degree):
+    """Scores that differ by hundreds between blocks: a merge with a plain exp overflows."""
+    q, k, v, dout = inputs()
+    k = k * torch.linspace(0.0, 400.0, k.shape[1], dtype=k.dtype)[:, None, None]
+    truth = one_process(q, k, v, dout)
+    for got, wanted in zip(sharded(mode, world, ring_degree, q, k, v, dout), truth, strict=True):
+        assert torch.isfinite(got).all()
+        assert error(got, wanted) < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"])
+def test_bf16_error_does_not_grow_with_the_world(mode):
+    data = inputs(length=128, heads=8, kv_heads=2, head_size=32)
+    truth = one_process(*data)
+    low = [t.bfloat16() for t in data]
+    alone = [
+        error(t.double(), w) for t, w in zip(sharded("data_parallel", 1, None, *low), truth, strict=True)
+    ]
+    for world in (2, 8):
+        errors = [error(t.double(), w) for t, w in zip(sharded(mode, world, None, *low), truth, strict=True)]
+        assert all(e <= 2 * a for e, a in zip(errors, alone, strict=True)), (world, errors, alone)
+
+
+@pytest.mark.parametrize("world", range(1, 17))
+def test_dist_flash_schedule_covers_every_block_once_and_is_balanced(world):
+    rows_done, cost = {}, [0.0] * world
+    for step in schedule(world):
+        assert len({task.worker for task in step}) == len(step)
+        suppliers = [task.supplier for task in step if task.supplier != task.worker]
+        assert len(set(suppliers)) == len(suppliers)
+        for task in step:
+            assert task.worker in (task.query, task.key)
+            rows = rows_done.setdefault((task.query, task.key), [0] * 8)
+            for row in range(*task.rows(8).indices(8)):
+                rows[row] += 1
+            share = 0.5 if task.half is not None or task.query == task.key else 1.0
+            cost[task.worker] += share
+    assert set(rows_done) == {(q, k) for q in range(world) for k in range(q + 1)}
+    assert all(rows == [1] * 8 for rows in rows_done.values())
+    assert cost == [world / 2] * world
+    assert len(schedule(world)) == world // 2 + 1
+
+
+def test_dist_flash_steps_start_nothing_that_a_later_step_supplies():
+    for step in schedule(5)[1:]:
+        assert all(task.supplier != task.worker for task in step)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, ranks", [(6, 6, 4), (14, 7, 2), (14, 2, 4), (9, 3, 2), (8, 2, 8), (3, 1, 4)]
+)
+def test_heads_are_dealt_once_with_the_kv_heads_they_use(heads, kv_heads, ranks):
+    group = heads // kv_heads
+    deals = deal_heads(heads, kv_heads, ranks)
+    assert [h for (start, end), _ in deals for h in range(start, end)] == list(range(heads))
+    sizes = [end - start for (start, end), _ in deals]
+    assert max(sizes) - min(sizes) <= 1
+    for deal in deals:
+        (start, end), (kv_start, kv_end) = deal
+        pairing = kv_of_each_query(deal, group)
+        if pairing is None and end > start:
+            per_kv = (end - start) // (kv_end - kv_start)
+            pairing = [i // per_kv for i in range(end - start)]
+        assert [kv_start + p for p in pairing or []] == [h // group for h in range(start, end)]
+
+
+def test_zigzag_gives_every_rank_the_same_work():
+    for world in (2, 3, 5):
+        layout = get_mode("zigzag_ring_attn").layout(world)
+        pairs = [int((layout.indices(20 * world, rank) + 1).sum()) for rank in range(world)]
+        assert len(set(pairs)) == 1
+
+
+def test_unknown_mode_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match="zigzag_ring_attn"):
+        get_mode("zigzag")
+    assert "usp_attn" in available_modes()

@@ -1,0 +1,92 @@
+"""Attention of one rank: which kernels there are, and which one is taken.
+
+One backend a file, all with the interface of `base.Kernel`, so that modes never know which one runs.
+`KERNELS` is in the order of speed measured on an H200 (forward and backward, bf16, head size 128):
+flash_attn_4 629 TFLOP/s, cudnn 558, torch_flash 329. An optional package is imported only once a GPU that
+could use it is about to be used.
+"""
+
+import logging
+import os
+
+from torch import Tensor, cuda, device
+
+from .base import Kernel, wrong_inputs
+from .cpu_flash import CpuFlash
+from .cudnn import CuDNN
+from .flash_attn_4 import FlashAttn4
+from .reference import Reference
+from .torch_flash import TorchFlash
+
+KERNELS: tuple[Kernel, ...] = (FlashAttn4(), CuDNN(), TorchFlash(), CpuFlash(), Reference())  # fastest first
+VARIABLE = "EASY_CONTEXT_KERNEL"
+
+logger = logging.getLogger("easy_context")
+_announced: set[tuple] = set()
+
+
+def choose(q: Tensor, k: Tensor, *, causal: bool, name: str | None = None) -> Kernel:
+    """The fastest kernel that can do forward and backward of q `[B, S_q, H, D]` over k `[B, S_k, H_kv, D]`.
+
+    `name`, else the environment variable EASY_CONTEXT_KERNEL, insists on one. Each distinct choice is logged
+    once, as a warning with the reasons where a faster kernel for this device is passed over.
+
+    Raises:
+        ValueError: no such kernel, or it cannot do this (says why), or no kernel can.
+    """
+    source = "name" if name else VARIABLE
+    name = name or os.environ.get(VARIABLE)
+    if name:
+        kernel = _named(name, source)
+        if reason := kernel.why_not(q, k, causal=causal):
+            raise ValueError(f"attention kernel {name!r}, asked for by {source}, cannot do this: {reason}")
+        _announce(logging.INFO, kernel.name, f"asked for by {source}")
+        return kernel
+
+    if error := wrong_inputs(q, k, causal=causal):
+        raise ValueError(f"attention impossible: {error}")
+    passed_over: list[str] = []
+    for kernel in KERNELS:
+        if kernel.unfit(q.device):
+            continue
+        if reason := kernel.why_not(q, k, causal=causal):
+            passed_over.append(f"{kernel.name}: {reason}")
+            continue
+        if passed_over:
+            _announce(
+                logging.WARNING, kernel.name, f"not the fastest for this device; {'; '.join(passed_over)}"
+            )
+        else:
+            _announce(logging.INFO, kernel.name, "the fastest for this device")
+        return kernel
+    raise ValueError(f"no attention kernel can do this: {'; '.join(passed_over)}")
+
+
+def describe(on: str | None = None) -> list[dict[str, str]]:
+    """Rows of a table, fastest kernel first: what each does, and whether this machine can run it or why not.
+    `on` is a device type; left out, "cuda" where there is a GPU, else "cpu"."""
+    where = device(on or ("cuda" if cuda.is_available() else "cpu"))
+    return [
+        {
+            "kernel": kernel.name,
+            "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes),
+            "head sizes": kernel.head_sizes,
+            "deterministic backward": "yes" if kernel.deterministic else "no",
+            f"on this {where.type}": kernel.unfit(where) or kernel.missing(where) or "yes",
+        }
+        for kernel in KERNELS
+    ]
+
+
+def _named(name: str, source: str) -> Kernel:
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    known = ", ".join(kernel.name for kernel in KERNELS)
+    raise ValueError(f"no attention kernel is called {name!r} ({source}); there are {known}")
+
+
+def _announce(level: int, *choice: str) -> None:
+    if choice not in _announced:
+        _announced.add(choice)
+        logger.log(level, "attention kernel: %s (%s)", *choice)

@@ -19,9 +19,7 @@ import torch
 
 from .layout import Span
 
-Documents = tuple[
-    tuple[int, ...], ...
-]  # per row: 0 = first start < ... < sequence length, the documents' borders
+Documents = tuple[tuple[int, ...], ...]  # per row: 0 = first start < ... < sequence length, the documents' borders
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,7 @@ def plan_blocks(
     the local tensors. A query span and a key span are equal, or they do not overlap."""
     if documents is not None:
         rows = [(slice(None), documents[0])] if len(set(documents)) == 1 else _rows(documents)
-        return [
-            Block(batch, q, k, c)
-            for batch, borders in rows
-            for q, k, c in _cut(q_spans, k_spans, causal, borders)
-        ]
+        return [Block(batch, q, k, c) for batch, borders in rows for q, k, c in _cut(q_spans, k_spans, causal, borders)]
     if not causal:
         return [Block(slice(None), slice(0, _length(q_spans)), slice(0, _length(k_spans)), False)]
     if list(q_spans) == list(k_spans):  # local order is the order of the sequence: one causal call does it
@@ -131,13 +125,9 @@ class Partial:
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
 
-    def add(
-        self, out: torch.Tensor, lse: torch.Tensor, batch: slice = slice(None), q: slice = slice(None)
-    ) -> None:
+    def add(self, out: torch.Tensor, lse: torch.Tensor, batch: slice = slice(None), q: slice = slice(None)) -> None:
         """Merge a block's `(out, lse)` into rows `batch`, queries `q`."""
-        if (
-            self.out is None and out.shape == self.shape
-        ):  # the first block covers all rows: nothing to merge yet
+        if self.out is None and out.shape == self.shape:  # the first block covers all rows: nothing to merge yet
             self.out, self.lse = out, lse
             return
         if self.out is None:
@@ -167,9 +157,7 @@ def attend(kernel_of, q, k, v, blocks: Sequence[Block], partial: Partial, *, sca
         partial.add(*kernel.forward(q_block, k_block, v_block, causal=b.causal, scale=scale), b.batch, b.q)
 
 
-def attend_backward(
-    kernel_of, dout, q, k, v, out, lse, blocks: Sequence[Block], dq, dk, dv, *, scale: float
-) -> None:
+def attend_backward(kernel_of, dout, q, k, v, out, lse, blocks: Sequence[Block], dq, dk, dv, *, scale: float) -> None:
     """Add the gradients of `blocks` to dq, dk, dv (float32 or more, shapes of q, k, v); `out`, `lse` are global."""
     for b in blocks:
         q_block, k_block, v_block = q[b.batch, b.q], k[b.batch, b.k], v[b.batch, b.k]

@@ -56,9 +56,7 @@ def split_degrees(sp_size: int, ring_degree: int | None) -> tuple[int, int]:
     return ring, sp_size // ring
 
 
-def init_seq_parallel(
-    seq_parallel_size: int | None = None, ring_degree: int | None = None
-) -> SeqParallelMesh:
+def init_seq_parallel(seq_parallel_size: int | None = None, ring_degree: int | None = None) -> SeqParallelMesh:
     """Build the process groups: `world / seq_parallel_size` data-parallel groups of `seq_parallel_size` ranks, each
     split into `ring_degree` x Ulysses.
 
@@ -102,9 +100,7 @@ def _build(world: int, sp_size: int, ring: int, ulysses: int) -> SeqParallelMesh
     data = world // sp_size
     names = ("data", "ring", "ulysses")
     grid = dist.device_mesh.init_device_mesh(device_type, (data, ring, ulysses), mesh_dim_names=names)
-    rows = dist.device_mesh.init_device_mesh(
-        device_type, (data, sp_size), mesh_dim_names=("data", "sequence")
-    )
+    rows = dist.device_mesh.init_device_mesh(device_type, (data, sp_size), mesh_dim_names=("data", "sequence"))
     return SeqParallelMesh(
         world_size=world,
         data_rank=rows.get_local_rank("data"),

@@ -89,9 +89,7 @@ def run_ranks(layout: Layout, work: Callable) -> list:
         groups = {
             "sequence": VirtualComm(world, range(layout.world), rank),
             "ring": VirtualComm(world, range(ulysses_rank, layout.world, layout.ulysses), rank),
-            "ulysses": VirtualComm(
-                world, range(ring_rank * layout.ulysses, (ring_rank + 1) * layout.ulysses), rank
-            ),
+            "ulysses": VirtualComm(world, range(ring_rank * layout.ulysses, (ring_rank + 1) * layout.ulysses), rank),
         }
         try:
             with torch.autograd.set_multithreading_enabled(False):

@@ -9,11 +9,7 @@ from easy_context.modes.ulysses_attn import deal_heads, kv_of_each_query
 from easy_context.virtual import run_ranks
 
 SPLITS = [  # mode, world, ring degree
-    *[
-        (mode, world, None)
-        for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
-        for world in range(1, 7)
-    ],
+    *[(mode, world, None) for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn") for world in range(1, 7)],
     *[
         ("usp_attn", *split)
         for split in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2))
@@ -121,9 +117,7 @@ def test_bf16_error_does_not_grow_with_the_world(mode):
     data = inputs(length=128, heads=8, kv_heads=2, head_size=32)
     truth = one_process(*data)
     low = [t.bfloat16() for t in data]
-    alone = [
-        error(t.double(), w) for t, w in zip(sharded("data_parallel", 1, None, *low), truth, strict=True)
-    ]
+    alone = [error(t.double(), w) for t, w in zip(sharded("data_parallel", 1, None, *low), truth, strict=True)]
     for world in (2, 8):
         errors = [error(t.double(), w) for t, w in zip(sharded(mode, world, None, *low), truth, strict=True)]
         assert all(e <= 2 * a for e, a in zip(errors, alone, strict=True)), (world, errors, alone)
@@ -154,9 +148,7 @@ def test_dist_flash_steps_start_nothing_that_a_later_step_supplies():
         assert all(task.supplier != task.worker for task in step)
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads, ranks", [(6, 6, 4), (14, 7, 2), (14, 2, 4), (9, 3, 2), (8, 2, 8), (3, 1, 4)]
-)
+@pytest.mark.parametrize("heads, kv_heads, ranks", [(6, 6, 4), (14, 7, 2), (14, 2, 4), (9, 3, 2), (8, 2, 8), (3, 1, 4)])
 def test_heads_are_dealt_once_with_the_kv_heads_they_use(heads, kv_heads, ranks):
     group = heads // kv_heads
     deals = deal_heads(heads, kv_heads, ranks)

@@ -35,9 +35,7 @@ def get_mode(name: str) -> Mode:
     if name not in _registered:
         offered = {point.name: point for point in _entry_points()}
         if name not in offered:
-            raise ValueError(
-                f"unknown mode {name!r} (seq_algo / --parallel_mode): one of {available_modes()}"
-            )
+            raise ValueError(f"unknown mode {name!r} (seq_algo / --parallel_mode): one of {available_modes()}")
         _registered[name] = offered[name].load()
     return _registered[name]
 

@@ -1,7 +1,7 @@
 """Distributed flash attention: contiguous shards, a balanced causal schedule, asynchronous exchange.
 
-After LightSeq / DistFlashAttn (https://arxiv.org/abs/2310.03294). Rank r holds the r-th contiguous piece. Under a causal
-mask rank r needs r + 1 blocks (its queries against each piece up to its own), so the first ranks would idle while the
+After LightSeq / DistFlashAttn (https://arxiv.org/abs/2310.03294). Rank r holds the r-th contiguous piece. Under a
+causal mask rank r needs r + 1 blocks (its queries against each piece up to its own), so the first ranks would idle while the
 last ones work. `schedule` evens that out: in step t, ranks r >= t compute their own queries against piece r - t, and
 the ranks r < t, which have no such piece, compute the block that lies farthest ahead for the rank t places before
 them on the circle, world + r - t: they receive its queries, use their own keys, and send `(out, lse)` back to be
@@ -55,9 +55,7 @@ def schedule(world: int, causal: bool = True) -> list[list[Task]]:
         return [[Task(r, r, (r - t) % world) for r in range(world)] for t in range(world)]
     steps = [[Task(r, r, r) for r in range(world)]]
     for t in range(1, (world + 1) // 2):
-        steps.append(
-            [Task(r, world + r - t, r) for r in range(t)] + [Task(r, r, r - t) for r in range(t, world)]
-        )
+        steps.append([Task(r, world + r - t, r) for r in range(t)] + [Task(r, r, r - t) for r in range(t, world)])
     if world % 2 == 0:
         t = world // 2
         helped = [Task(r, r + t, r, half=1) for r in range(t)]
@@ -129,9 +127,7 @@ class _Pass:
     def run(self):
         # A task without blocks (no document crosses from its keys to its queries) is neither sent nor computed; that
         # is known on every rank alike.
-        steps = [
-            [task for task in step if self.blocks(task)] for step in schedule(self.comm.size, self.ctx.causal)
-        ]
+        steps = [[task for task in step if self.blocks(task)] for step in schedule(self.comm.size, self.ctx.causal)]
         arrived, fetching = self._fetch(steps[0])
         collect = None
         for number, step in enumerate(steps):
@@ -159,9 +155,7 @@ class _Pass:
         """Start the messages from workers to suppliers; returns a function that waits for them and takes them."""
         theirs = _only(task for task in step if task.supplier == self.comm.rank != task.worker)
         buffers = self.room(theirs) if theirs is not None else []
-        pending = self.comm.exchange(
-            [(t, mine.supplier) for t in results], [(t, theirs.worker) for t in buffers]
-        )
+        pending = self.comm.exchange([(t, mine.supplier) for t in results], [(t, theirs.worker) for t in buffers])
 
         def collect():
             pending.wait()

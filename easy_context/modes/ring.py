@@ -59,13 +59,12 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
     return partial.result()
 
 
-def ring_backward(
-    dout, q, k, v, out, lse, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], *, scale
-):
+def ring_backward(dout, q, k, v, out, lse, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], *, scale):
     """Gradients `(dq, dk, dv)` of `ring_forward`, in the dtypes of q, k, v."""
     wide = lse.dtype
     dq = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
     pair = pack(k, v) if comm.size > 1 else None
+    travelling = None
     for step in range(comm.size):
         if step + 1 < comm.size:
             arriving, pending = pass_on(comm, pair)
@@ -83,17 +82,17 @@ def ring_backward(
             *unpack(grads, k.shape, v.shape),
             scale=scale,
         )
-        if step > 0:  # the other ranks' share of this shard's gradient arrives behind the shard
-            pending_grads.wait()
-            grads += arriving_grads
+        if travelling is not None:  # the other ranks' share of this shard's gradient arrives behind the shard
+            travelling[1].wait()
+            grads += travelling[0]
         if comm.size > 1:
-            arriving_grads, pending_grads = pass_on(comm, grads)
+            travelling = pass_on(comm, grads)
         if step + 1 < comm.size:
             pending.wait()
             pair = arriving
-    if comm.size > 1:
-        pending_grads.wait()
-        grads = arriving_grads
+    if travelling is not None:
+        travelling[1].wait()
+        grads = travelling[0]
     dk, dv = unpack(grads, k.shape, v.shape)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -71,9 +71,7 @@ def kv_of_each_query(deal: tuple[HeadRange, HeadRange], group: int) -> list[int]
     pairing = [head // group - kv_start for head in range(q_start, q_end)]
     count = kv_end - kv_start
     even = (
-        count
-        and len(pairing) % count == 0
-        and pairing == [i // (len(pairing) // count) for i in range(len(pairing))]
+        count and len(pairing) % count == 0 and pairing == [i // (len(pairing) // count) for i in range(len(pairing))]
     )
     return None if even or not pairing else pairing
 
@@ -81,8 +79,7 @@ def kv_of_each_query(deal: tuple[HeadRange, HeadRange], group: int) -> list[int]
 def _to_heads(comm: Comm, ranges, tensors) -> tuple[torch.Tensor, ...]:
     """All heads of a piece of the sequence `[B, S_local, heads, D]` -> own heads of it all `[B, S, own, D]`."""
     parts = [
-        pack(*(t[:, :, slice(*r[rank])] for t, r in zip(tensors, ranges, strict=True)))
-        for rank in range(comm.size)
+        pack(*(t[:, :, slice(*r[rank])] for t, r in zip(tensors, ranges, strict=True))) for rank in range(comm.size)
     ]
     shapes = [_with_heads(t, r[comm.rank]) for t, r in zip(tensors, ranges, strict=True)]
     own_size = sum(shape.numel() for shape in shapes)
@@ -96,14 +93,10 @@ def _to_sequence(comm: Comm, ranges, heads, tensors) -> tuple[torch.Tensor, ...]
     length = tensors[0].shape[1] // comm.size
     pieces = [t.split(length, dim=1) for t in tensors]
     parts = [pack(*(piece[rank] for piece in pieces)) for rank in range(comm.size)]
-    shapes = [
-        [_with_heads(p[0], r[rank]) for p, r in zip(pieces, ranges, strict=True)] for rank in range(comm.size)
-    ]
+    shapes = [[_with_heads(p[0], r[rank]) for p, r in zip(pieces, ranges, strict=True)] for rank in range(comm.size)]
     sizes = [sum(shape.numel() for shape in group) for group in shapes]
     received = comm.all_to_all(torch.cat(parts), [part.numel() for part in parts], sizes)
-    totals = [
-        t.new_zeros(t.shape[0], length, count, t.shape[3]) for t, count in zip(tensors, heads, strict=True)
-    ]
+    totals = [t.new_zeros(t.shape[0], length, count, t.shape[3]) for t, count in zip(tensors, heads, strict=True)]
     for rank, part in enumerate(received.split(sizes)):
         for total, r, own in zip(totals, ranges, unpack(part, *shapes[rank]), strict=True):
             total[:, :, slice(*r[rank])] += own

@@ -1,0 +1,123 @@
+"""From a whole batch to a rank's shard, and back.
+
+Every rank of a sequence-parallel group starts from the same `[B, S]` batch, whose targets are already the next tokens
+of the whole sequence: nothing is shifted after sharding. The only bytes moved are a checksum of the batch (to refuse
+ranks that drew different samples) and, in `unshard_sequence`, the gathered tensor.
+"""
+
+import torch
+import torch.distributed as dist
+
+from .agreement import check_same, gather
+from .layout import Layout
+from .mesh import SeqParallelMesh, current_mesh
+from .modes import get_mode
+
+IGNORED = -100
+
+
+def prepare_seq_parallel_inputs(
+    seq_algo: str,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+    rank: int,
+    world_size: int,
+    device: torch.device | str,
+    *,
+    ring_degree: int | None = None,
+) -> dict[str, torch.Tensor | None]:
+    """This rank's shard of a batch.
+
+    Args:
+        seq_algo: name of the mode.
+        input_ids: `[B, S]` token ids of the whole sequence, the same on all ranks of a sequence-parallel group.
+        position_ids: `[B, S]` or `[1, S]`; None means 0..S-1. A fall to 0 starts a packed document.
+        target_ids: `[B, S]` next tokens (already shifted by one), -100 where there is none; None stays None.
+        rank, world_size: the global ones (`accelerator.process_index`, `accelerator.num_processes`). The process
+            groups map them to the sequence-parallel group; without a process group the function is pure.
+        device: where the shards go.
+        ring_degree: degree of the ring in `usp_attn`, where `init_seq_parallel` did not say it already.
+
+    Returns `local_input_ids`, `local_position_ids`, `local_target_ids`, each `[B, S_local]` int64 on `device`. A length
+    that does not divide is padded at the end: the padding repeats the last position and has target -100.
+
+    Raises ValueError, on every rank of the group, for an unknown mode, an empty sequence, shapes that do not fit, or
+    ranks that hold different batches.
+    """
+    mode = get_mode(seq_algo)
+    if dist.is_initialized():
+        mesh = current_mesh(ring_degree)
+        if (rank, world_size) != (dist.get_rank(), mesh.world_size):
+            raise ValueError(
+                f"rank {rank} of {world_size} was given, but this is process {dist.get_rank()} of {mesh.world_size}: "
+                "pass accelerator.process_index and accelerator.num_processes"
+            )
+        layout, sp_rank = mode.layout(mesh.sp_size, mesh.ring_size), mesh.sp_rank
+    else:
+        mesh, layout, sp_rank = None, mode.layout(world_size, ring_degree), rank
+    if mesh is not None and layout.world > 1:
+        check_same(mesh.sp_group, input_ids=input_ids, position_ids=position_ids, target_ids=target_ids)
+    _check_shapes(input_ids, position_ids, target_ids)
+
+    batch, length = input_ids.shape
+    if position_ids is None:
+        position_ids = torch.arange(length, device=input_ids.device)[None]
+    position_ids = position_ids.expand(batch, -1)
+    own = layout.indices(layout.padded_length(length), sp_rank if layout.world > 1 else 0).to(input_ids.device)
+    within = own.clamp(max=length - 1)
+    targets = None
+    if target_ids is not None:
+        targets = target_ids[:, within].masked_fill(own >= length, IGNORED).to(device)
+    return {
+        "local_input_ids": input_ids[:, within].to(device),
+        "local_position_ids": position_ids[:, within].to(device),
+        "local_target_ids": targets,
+    }
+
+
+def _check_shapes(input_ids, position_ids, target_ids) -> None:
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids must be a batch of sequences [B, S] of at least one token, not {tuple(input_ids.shape)}"
+        )
+    rows = (1, input_ids.shape[0])
+    if position_ids is not None and (
+        position_ids.dim() != 2 or position_ids.shape[0] not in rows or position_ids.shape[1] != input_ids.shape[1]
+    ):
+        raise ValueError(f"position_ids {tuple(position_ids.shape)} do not fit input_ids {tuple(input_ids.shape)}")
+    if target_ids is not None and target_ids.shape != input_ids.shape:
+        raise ValueError(f"target_ids {tuple(target_ids.shape)} do not fit input_ids {tuple(input_ids.shape)}")
+
+
+def unshard_sequence(seq_algo: str, local: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
+    """The exact inverse of the sharding, gathered on every rank of the group.
+
+    Args:
+        seq_algo: name of the mode that sharded.
+        local: this rank's shard, any shape and dtype, with `S_local` entries along `dim`.
+        length: entries of the whole sequence to keep; None keeps the padding too.
+
+    Returns the whole tensor in the order of the sequence. Differentiable: a rank's gradient is its own slice of the
+    whole tensor's gradient (every rank is taken to compute the same loss from the whole tensor).
+    Raises ValueError for an unknown mode or a `length` beyond what the shards hold.
+    """
+    mesh = current_mesh()
+    layout = get_mode(seq_algo).layout(mesh.sp_size, mesh.ring_size)
+    available = local.shape[dim] * layout.world
+    if length is not None and not 0 <= length <= available:
+        raise ValueError(f"length={length}, but the shards hold {available} entries along dim {dim}")
+    whole = local if layout.world == 1 else _Unshard.apply(local, dim, layout, mesh)
+    return whole if length is None else whole.narrow(dim, 0, length)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, dim: int, layout: Layout, mesh: SeqParallelMesh):
+        ctx.dim, ctx.own = dim, layout.indices(local.shape[dim] * layout.world, mesh.sp_rank).to(local.device)
+        order = layout.inverse(local.shape[dim] * layout.world).to(local.device)
+        return torch.cat(gather(mesh.sp_group, local), dim).index_select(dim, order)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.index_select(ctx.dim, ctx.own), None, None, None

@@ -1,0 +1,318 @@
+"""The one seam to transformers, for every model family that resolves attention through its attention interface.
+
+What is patched, and only while a patch is in force:
+
+* `AttentionInterface` and `AttentionMaskInterface` get an entry named `easy_context`.
+* A patched model carries that name in its config, and a hook on its decoder that runs once per forward: it refuses
+  what sharded attention cannot honour, learns the borders of packed documents from the positions of all ranks, and
+  hands an `AttentionContext` to the layers as a keyword argument (so recomputation sees the same one).
+* Patching a family additionally wraps its base class: models made later accept any attention name, installed or not,
+  and models of the family, made before or after, are patched when first called.
+
+Source: https://huggingface.co/docs/transformers/main/en/attention_interface
+"""
+
+import inspect
+import logging
+import sys
+import weakref
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from .agreement import documents_of, whole_positions
+from .kernels import KERNELS
+from .mesh import current_mesh
+from .modes import AttentionContext, Mode, get_mode
+from .modes.base import groups_of
+from .rope import GlobalLength, restore_frequencies, rotary_modules
+
+logger = logging.getLogger("easy_context")
+NAME = "easy_context"
+CONTEXT = "seq_parallel_context"  # the keyword argument that carries the AttentionContext through the layers
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What one call of `apply_seq_parallel_monkey_patch` asked for."""
+
+    mode: Mode
+    ring_degree: int | None = None
+    kernel: str | None = None
+
+
+@dataclass
+class Attachment:
+    """A patched decoder: its own patch (None: its family's), and what to take off again."""
+
+    patch: Patch | None
+    hook: torch.utils.hooks.RemovableHandle
+    rotary: list[tuple[nn.Module, GlobalLength]]
+
+
+_families: dict[type, Patch] = {}
+_attached: "weakref.WeakKeyDictionary[nn.Module, Attachment]" = weakref.WeakKeyDictionary()
+_asked_for: "weakref.WeakKeyDictionary[nn.Module, str | None]" = weakref.WeakKeyDictionary()  # attention names
+
+
+def apply_seq_parallel_monkey_patch(
+    seq_algo: str, model: str | nn.Module = "llama", *, ring_degree: int | None = None, kernel: str | None = None
+) -> str:
+    """Make transformers models run attention over a sequence that the mode `seq_algo` splits over processes.
+
+    Args:
+        seq_algo: name of a mode (`easy_context.modes.available_modes()`).
+        model: a family name such as "llama", "mistral" or "qwen2", which patches present and future models of that
+            family in this process; or a transformers model (PEFT, DDP and DeepSpeed wrappers are looked through),
+            which patches that one alone. Before or after loading: both orders work.
+        ring_degree: degree of the ring in `usp_attn`, where `init_seq_parallel` does not say it.
+        kernel: name of the attention kernel to use; None takes the fastest that can (`easy_context.kernels`).
+
+    Returns a line that says what was patched (also logged). Applying again with another mode switches;
+    `remove_seq_parallel_monkey_patch` undoes it all.
+    Raises ValueError for an unknown mode, family or kernel, and for models that bypass the attention interface.
+    """
+    known = [k.name for k in KERNELS]
+    if kernel is not None and kernel not in known:
+        raise ValueError(f"unknown kernel {kernel!r}: one of {known}")
+    patch = Patch(get_mode(seq_algo), ring_degree, kernel)
+    if isinstance(model, str):
+        bases = _family_bases(model)
+        for base in bases:
+            if base not in _families:
+                _wrap(base)
+            _families[base] = patch
+        what = f"the {model} family ({', '.join(base.__name__ for base in bases)})"
+    else:
+        decoder = _decoder(model)
+        _attach(decoder).patch = patch
+        what = f"one {type(decoder).__name__}"
+    attention, mask = _interfaces()
+    attention.register(NAME, attention_forward)
+    mask.register(NAME, mask_forward)
+    report = f"easy_context: {patch.mode.name} patched into {what}"
+    logger.info(report)
+    return report
+
+
+def remove_seq_parallel_monkey_patch() -> None:
+    """Restore transformers, its families and all patched models to what they were."""
+    for base in _families:
+        del base.__call__, base._check_and_adjust_attn_implementation
+    _families.clear()
+    for attachment in _attached.values():
+        attachment.hook.remove()
+        for _, length in attachment.rotary:
+            length.detach()
+    _attached.clear()
+    for model, name in list(_asked_for.items()):
+        if name != NAME:
+            model.config._attn_implementation = _usable(model, name)
+    _asked_for.clear()
+    for interface in _interfaces():
+        interface._global_mapping.pop(NAME, None)
+
+
+def _usable(model: nn.Module, name: str | None) -> str:
+    try:
+        return model._check_and_adjust_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        logger.warning("%s gets sdpa attention, because %s cannot be had: %s", type(model).__name__, name, error)
+        return "sdpa"
+
+
+def _interfaces():
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    return AttentionInterface, AttentionMaskInterface
+
+
+def _family_bases(name: str) -> list[type]:
+    """The classes of transformers' `modeling_<name>` from which all its models derive."""
+    from transformers import PreTrainedModel
+
+    try:
+        module = import_module(f"transformers.models.{name}.modeling_{name}")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"transformers has no model family {name!r}; names are like llama, mistral, qwen2") from error
+    _check_interface(module)
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    return [c for c in classes if issubclass(c, PreTrainedModel) and PreTrainedModel in c.__bases__]
+
+
+def _check_interface(module) -> None:
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        raise ValueError(f"{module.__name__} does not resolve attention through transformers' attention interface")
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The transformers decoder inside a model and its wrappers."""
+    from transformers import PreTrainedModel
+
+    inner = model
+    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else getattr(inner, "module", None)
+    if inner is None or not isinstance(inner, PreTrainedModel):
+        raise ValueError(f"model must be a family name or a transformers model, not {type(model).__name__}")
+    _check_interface(sys.modules[type(inner.base_model).__module__])
+    return inner.base_model
+
+
+def _wrap(base: type) -> None:
+    """Class-wide: any attention name will do at construction, and a decoder is attached when it is first called."""
+    overridden = {"__call__", "_check_and_adjust_attn_implementation"} & set(vars(base))
+    if overridden:
+        raise ValueError(f"{base.__name__} defines {sorted(overridden)} itself: patch a model object instead")
+
+    def check(self, attn_implementation, *args, **kwargs):
+        _asked_for.setdefault(self, attn_implementation)
+        return NAME
+
+    def call(self, *args, **kwargs):
+        if self.base_model is self:
+            _attach(self)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    base._check_and_adjust_attn_implementation = check
+    base.__call__ = call
+
+
+def _attach(decoder: nn.Module) -> Attachment:
+    if decoder not in _attached:
+        _asked_for.setdefault(decoder, decoder.config._attn_implementation)
+        decoder.config._attn_implementation = NAME
+        _attached[decoder] = Attachment(
+            patch=None,
+            hook=decoder.register_forward_pre_hook(_enter, with_kwargs=True),
+            rotary=[(module, GlobalLength(module)) for module in rotary_modules(decoder)],
+        )
+    return _attached[decoder]
+
+
+def _patch_of(decoder: nn.Module, attachment: Attachment) -> Patch:
+    return attachment.patch or next(_families[base] for base in type(decoder).__mro__ if base in _families)
+
+
+def _enter(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Once per forward of a patched decoder, before its layers: check, agree, and make the AttentionContext."""
+    attachment = _attached[decoder]
+    patch = _patch_of(decoder, attachment)
+    kwargs = {**dict(zip(list(inspect.signature(type(decoder).forward).parameters)[1:], args, strict=False)), **kwargs}
+    _refuse_arguments(decoder, kwargs)
+    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    batch, local_length = tokens.shape[:2]
+
+    mesh = current_mesh(patch.ring_degree)
+    layout = patch.mode.layout(mesh.sp_size, mesh.ring_size)
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        if layout.world > 1:
+            raise ValueError(
+                "position_ids are missing: every rank would count its shard from 0. Call model(local_input_ids, "
+                "position_ids=local_position_ids) with what prepare_seq_parallel_inputs returns"
+            )
+        positions = torch.arange(local_length, device=tokens.device)[None]
+    whole = whole_positions(
+        mesh.sp_group if layout.world > 1 else None,
+        layout,
+        positions.expand(batch, -1),
+        _fault(kwargs.get("attention_mask"), (batch, local_length)),
+    )
+    context = AttentionContext(
+        layout=layout,
+        seq_len=whole.shape[1],
+        documents=documents_of(whole),
+        kernel=patch.kernel,
+        **groups_of(mesh),
+    )
+    for module, length in attachment.rotary:
+        restore_frequencies(module)
+        length.longest = int(whole.max())
+    kwargs.update(
+        {"position_ids": positions, "attention_mask": None, "use_cache": False, CONTEXT: (patch.mode, context)}
+    )
+    return (), {name: value for name, value in kwargs.items() if name not in _CACHES}
+
+
+_CACHES = ("past_key_values", "cache")
+
+
+def _refuse_arguments(decoder: nn.Module, kwargs: dict) -> None:
+    """What a call asks for that sharded attention cannot honour and that every rank sees alike."""
+    filled = any(kwargs.get(name) is not None and kwargs[name].get_seq_length() for name in _CACHES)
+    if filled or kwargs.get("use_cache"):
+        raise ValueError(
+            "decoding against a KV cache is not supported while patched: pass use_cache=False, or call "
+            "remove_seq_parallel_monkey_patch() before generating"
+        )
+    if kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+        raise ValueError("output_attentions is not supported: no attention matrix is ever built")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported: packed documents are told by position_ids that fall to 0")
+
+
+def _fault(mask: torch.Tensor | None, shape: tuple[int, int]) -> str | None:
+    """What one rank's mask may have that the others' have not."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return "only 2-D attention masks are supported, not additive or 4-D ones"
+    if mask.shape != shape:
+        return f"attention_mask {tuple(mask.shape)} does not fit a shard of {shape}: shard it, or leave it out"
+    if not mask.all():
+        return "attention_mask has zeros: leave the mask out, pad on the right and set the labels of padding to -100"
+    return None
+
+
+def mask_forward(*, use_vmap: bool = False, local_size: int | None = None, **_) -> "WindowMask | None":
+    """transformers asks for the mask of a layer type: none is built, only a window's size is handed on."""
+    if use_vmap:
+        raise ValueError("custom mask functions are not supported by sharded attention")
+    return None if local_size is None else WindowMask(local_size)
+
+
+class WindowMask(int):
+    """Stands where a sliding-window mask would be: the window w, q - k < w."""
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask=None,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query `[B, H, S_local, D]`, key and value `[B, H_kv, S_local, D]`; returns
+    `([B, S_local, H, D], None)`."""
+    if CONTEXT not in kwargs:
+        raise ValueError(f"{type(module).__name__} does not hand keyword arguments to its attention: not supported")
+    mode, ctx = kwargs[CONTEXT]
+    _refuse_layer(module, query, key, value, attention_mask, kwargs, ctx)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    mode.validate(ctx, q.shape[2], k.shape[2])
+    return mode.attention(q, k, v, ctx, scale=q.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+def _refuse_layer(module, query, key, value, mask, kwargs: dict, ctx: AttentionContext) -> None:
+    window = kwargs.get("sliding_window") or (mask if isinstance(mask, WindowMask) else None)
+    faults = {
+        "dropout in attention (set attention_dropout=0)": kwargs.get("dropout"),
+        "a soft cap on attention scores (attn_logit_softcapping)": kwargs.get("softcap") is not None,
+        "attention sinks": kwargs.get("s_aux") is not None,
+        "a bias on attention scores": kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None,
+        "an additive attention mask": mask is not None and not isinstance(mask, WindowMask),
+        "attention that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
+        "keys from a cache": key.shape[2] != query.shape[2],
+        "values of another head size than keys": value.shape[3] != key.shape[3],
+        f"a sliding window of {window} tokens over a sequence of {ctx.seq_len} (shorter sequences and "
+        "sliding_window=None are fine)": window is not None and window < ctx.seq_len,
+    }
+    for what, present in faults.items():
+        if present:
+            raise ValueError(f"{type(module).__name__}: {what} is not supported by sharded attention")

@@ -53,9 +53,7 @@ def choose(q: Tensor, k: Tensor, *, causal: bool, name: str | None = None) -> Ke
             passed_over.append(f"{kernel.name}: {reason}")
             continue
         if passed_over:
-            _announce(
-                logging.WARNING, kernel.name, f"not the fastest for this device; {'; '.join(passed_over)}"
-            )
+            _announce(logging.WARNING, kernel.name, f"not the fastest for this device; {'; '.join(passed_over)}")
         else:
             _announce(logging.INFO, kernel.name, "the fastest for this device")
         return kernel

@@ -69,9 +69,7 @@ class Kernel(ABC):
             reason = "its backward is not deterministic, and torch.use_deterministic_algorithms is on"
         return reason or self.refuses(q, k, causal=causal)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """`(out, lse)` of softmax(scale q k^T) v, for inputs that `why_not` accepts."""
         _assert_well_formed(q, k, v, causal)
         if q.numel() == 0 or k.numel() == 0:

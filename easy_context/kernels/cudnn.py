@@ -37,9 +37,7 @@ class CuDNN(Kernel):
 
     def compute(self, q, k, v, *, causal, scale):
         q, k, v = heads_first(q, k, v)
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
-        )
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def compute_backward(self, dout, q, k, v, out, lse, *, causal, scale):

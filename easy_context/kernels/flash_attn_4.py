@@ -1,8 +1,8 @@
 """FlashAttention-4 (optional package `flash-attn-4`): the fastest on Hopper and Blackwell.
 
-Python over NVIDIA's CuTe DSL (https://github.com/Dao-AILab/flash-attention), so `pip install flash-attn-4` is
-all; kernels are compiled in seconds when a head size, dtype or mask is first met. Takes `[B, S, H, D]` as it
-is.
+Python over NVIDIA's CuTe DSL (https://github.com/Dao-AILab/flash-attention), so pip alone installs it; the
+version bound in the hint below lets pip take the pre-releases, which is all there is. Kernels are compiled, in
+seconds, when a head size, dtype or mask is first met. Takes `[B, S, H, D]` as it is.
 """
 
 import functools
@@ -55,5 +55,5 @@ def _import_error() -> str | None:
     try:
         import flash_attn.cute.interface  # noqa: F401
     except ImportError as error:
-        return f"the package flash-attn-4 cannot be imported ({error}): pip install flash-attn-4"
+        return f"the package flash-attn-4 cannot be imported ({error}): pip install 'flash-attn-4>=4.0.0b1'"
     return None

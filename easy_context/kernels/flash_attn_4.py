@@ -1,7 +1,7 @@
 """FlashAttention-4 (optional package `flash-attn-4`): the fastest on Hopper and Blackwell.
 
 Python over NVIDIA's CuTe DSL (https://github.com/Dao-AILab/flash-attention), so pip alone installs it; the
-version bound in the hint below lets pip take the pre-releases, which is all there is. Kernels are compiled, in
+version bound in the hint below lets pip take pre-releases, all there is of version 4. Kernels are compiled, in
 seconds, when a head size, dtype or mask is first met. Takes `[B, S, H, D]` as it is.
 """
 

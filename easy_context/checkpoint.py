@@ -33,9 +33,7 @@ def save_checkpoint(accelerator, directory: str | Path, step: int, settings: dic
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
     if not all(_gather(partial.is_dir())):
-        raise ValueError(
-            f"--output-dir: not every node sees {partial}: choose a directory that all nodes share"
-        )
+        raise ValueError(f"--output-dir: not every node sees {partial}: choose a directory that all nodes share")
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -117,9 +115,7 @@ def _look(asked: str, directory, accelerator, settings: dict) -> tuple[tuple[Pat
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     saved = {"number of processes": manifest["processes"], **manifest["settings"]}
     now = {"number of processes": accelerator.num_processes, **settings}
-    changed = [
-        f"{key} was {saved.get(key)!r}, is {now.get(key)!r}" for key in now if saved.get(key) != now[key]
-    ]
+    changed = [f"{key} was {saved.get(key)!r}, is {now.get(key)!r}" for key in now if saved.get(key) != now[key]]
     if changed:
         return None, f"{checkpoint} is of a run with other settings ({'; '.join(changed)})"
     return (checkpoint, manifest["step"]), None

@@ -157,7 +157,7 @@ def load_tokenized(path_or_name: str, *, seq_length: int, tokenizer=None, split:
     Raises ValueError where there is neither `input_ids` nor `text`, where a row's `labels` or `loss_mask`
     differs from it in length, or nothing is long enough; FileNotFoundError where there is nothing at all.
     """
-    rows = _open(path_or_name, split)
+    rows = open_rows(path_or_name, split)
     if "input_ids" in rows.column_names:
         return _cut_rows(rows, path_or_name, seq_length).with_format("torch")
     if "text" in rows.column_names:
@@ -168,7 +168,7 @@ def load_tokenized(path_or_name: str, *, seq_length: int, tokenizer=None, split:
     )
 
 
-def _open(path_or_name: str, split: str):
+def open_rows(path_or_name: str, split: str, subset: str | None = None):
     """The dataset behind a path or a hub name, as it is."""
     from datasets import Dataset, load_dataset, load_from_disk
 
@@ -177,7 +177,7 @@ def _open(path_or_name: str, split: str):
         if path.is_absolute() or str(path_or_name).startswith((".", "~")) or path.suffix in _TABLES:
             raise FileNotFoundError(f"dataset {path_or_name!r}: there is no such file or directory")
         try:
-            return load_dataset(path_or_name, split=split)
+            return load_dataset(path_or_name, subset, split=split)
         except (FileNotFoundError, ConnectionError) as error:
             reason = str(error).splitlines()[0]
             raise FileNotFoundError(
@@ -202,9 +202,7 @@ def _open(path_or_name: str, split: str):
     if not texts:
         raise FileNotFoundError(f"dataset {path_or_name!r} holds no table and no UTF-8 text")
     if len(texts) < len(files):
-        logger.warning(
-            "%s: left out %d files that are empty or no text", path_or_name, len(files) - len(texts)
-        )
+        logger.warning("%s: left out %d files that are empty or no text", path_or_name, len(files) - len(texts))
     return load_dataset("text", data_files=[str(f) for f in texts], sample_by="document", split="train")
 
 
@@ -241,9 +239,7 @@ def _cut_rows(rows, name: str, seq_length: int):
     for column in columns[1:]:
         wrong = (_lengths(rows, column) != lengths).nonzero()[0]
         if len(wrong):
-            raise ValueError(
-                f"dataset {name!r}: {column!r} of row {wrong[0]} is not as long as its 'input_ids'"
-            )
+            raise ValueError(f"dataset {name!r}: {column!r} of row {wrong[0]} is not as long as its 'input_ids'")
     if not len(lengths) or lengths.max() < seq_length:
         longest = lengths.max() if len(lengths) else 0
         raise ValueError(
@@ -282,17 +278,11 @@ def _cut_text(rows, name: str, seq_length: int, tokenizer):
         documents = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
         return {"input_ids": [[*ids, eos] for ids in documents]}
 
-    documents = rows.map(
-        tokenize, batched=True, batch_size=16, remove_columns=rows.column_names, desc="tokenizing"
-    )
+    documents = rows.map(tokenize, batched=True, batch_size=16, remove_columns=rows.column_names, desc="tokenizing")
     tokens = _lengths(documents, "input_ids").sum()
     if tokens < seq_length:
-        raise ValueError(
-            f"dataset {name!r} holds {tokens} tokens, fewer than --seq-length {seq_length}: add text"
-        )
-    logger.info(
-        "%s: %d documents, %d tokens, the last %d dropped", name, len(documents), tokens, tokens % seq_length
-    )
+        raise ValueError(f"dataset {name!r} holds {tokens} tokens, fewer than --seq-length {seq_length}: add text")
+    logger.info("%s: %d documents, %d tokens, the last %d dropped", name, len(documents), tokens, tokens % seq_length)
     return Dataset.from_generator(_packed, gen_kwargs={"documents": documents, "seq_length": seq_length})
 
 

@@ -1,0 +1,88 @@
+"""What a training step achieved: model FLOPs against the device's peak (MFU), tokens per second, peak memory.
+
+MFU counts the FLOPs that the model needs, not those that a run spends: no recomputation, half of the
+attention matrix under the causal mask, nothing for elementwise work. Forward, per token: 2 per weight of a
+matrix product, and 2 S d a layer for attention over S tokens, d = heads x head size
+(https://arxiv.org/abs/2204.02311, appendix B, halved for causality). The backward takes twice as much;
+weights that are frozen need no gradient of their own.
+"""
+
+import json
+import resource
+from pathlib import Path
+
+import torch
+from torch import nn
+
+# Dense bf16 FLOP/s from the vendors' data sheets; the first name that occurs in the device's name counts.
+PEAK_BF16 = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX A6000": 155e12,
+    "A10G": 70e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of the device, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_BF16.items() if known in name), None)
+
+
+def flops_per_token(model: nn.Module, seq_length: int) -> float:
+    """FLOPs of forward and backward per token of sequences of `seq_length`.
+
+    Counts every `nn.Linear` once: dense models, LoRA's included; experts of a mixture are not seen. Weights
+    that DeepSpeed holds in shards count whole."""
+    linear = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weights = getattr(module.weight, "ds_numel", module.weight.numel())
+            linear += weights * (6 if module.weight.requires_grad else 4)
+    config = model.config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return linear + 6 * seq_length * config.num_attention_heads * head_size * config.num_hidden_layers
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held: of the GPU in tensors, without one of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+class MetricsFile:
+    """One JSON object a step, appended to a file. Beginning at a step drops the records past it: those of a
+    run that went on beyond the checkpoint from which this one resumes."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        lines = path.read_text().splitlines() if step and path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        path.write_text("".join(f"{line}\n" for line in kept))
+
+    def append(self, record: dict) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def progress_line(record: dict) -> str:
+    """A step's record in one line; what is not known is left out."""
+    mfu = "" if record["mfu"] is None else f", MFU {record['mfu']:.1%}"
+    held_out = f", eval {record['eval_loss']:.4f}" if "eval_loss" in record else ""
+    speed = f"{record['tokens_per_second']:,.0f} tok/s{mfu}, peak {record['peak_memory_gib']:.1f} GiB"
+    return f"loss {record['loss']:.4f}{held_out}, {speed}"

@@ -31,8 +31,8 @@ def check_same(group: dist.ProcessGroup | None, **tensors: torch.Tensor | None) 
         if (rows[:, index] != rows[0, index]).any():
             different = [rank for rank in range(len(rows)) if (rows[rank, index] != rows[0, index]).any()]
             raise ValueError(
-                f"{name} of ranks {different} of the sequence-parallel group differ from rank 0's: all ranks of a group "
-                "need the same batch. Use the loader that prepare_dataloader returns."
+                f"{name} of ranks {different} of the sequence-parallel group differ from rank 0's: all ranks of a "
+                "group need the same batch. Use the loader that prepare_dataloader returns."
             )
 
 
@@ -83,8 +83,8 @@ def documents_of(positions: torch.Tensor) -> Documents | None:
     if (falls & ~starts).any():
         row, at = (falls & ~starts).nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids fall from {positions[row, at].item()} to {positions[row, at + 1].item()} at token {at + 1} of "
-            f"row {row}: only a fall to 0 starts a document. Shard inputs once, with prepare_seq_parallel_inputs, and "
+            f"position_ids fall from {positions[row, at].item()} to {positions[row, at + 1].item()} at token {at + 1} "
+            f"of row {row}: only a fall to 0 starts a document. Shard inputs once, by prepare_seq_parallel_inputs, and "
             "pass its local_position_ids"
         )
     if not starts.any():

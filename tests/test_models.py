@@ -8,7 +8,6 @@ from harness import error, spawn, tiny_model
 from easy_context import (
     apply_seq_parallel_monkey_patch,
     prepare_seq_parallel_inputs,
-    remove_seq_parallel_monkey_patch,
     seq_parallel_loss,
     unshard_sequence,
 )

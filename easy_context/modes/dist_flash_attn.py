@@ -1,12 +1,12 @@
 """Distributed flash attention: contiguous shards, a balanced causal schedule, asynchronous exchange.
 
 After LightSeq / DistFlashAttn (https://arxiv.org/abs/2310.03294). Rank r holds the r-th contiguous piece. Under a
-causal mask rank r needs r + 1 blocks (its queries against each piece up to its own), so the first ranks would idle while the
-last ones work. `schedule` evens that out: in step t, ranks r >= t compute their own queries against piece r - t, and
-the ranks r < t, which have no such piece, compute the block that lies farthest ahead for the rank t places before
-them on the circle, world + r - t: they receive its queries, use their own keys, and send `(out, lse)` back to be
-merged. For an even world the last step has two ranks for each block left; here they share it, half of the queries
-each (LightSeq lets one of them idle), so that every world is balanced exactly: (world + 1) / 2 blocks of compute each.
+causal mask rank r needs r + 1 blocks (its queries against each piece up to its own), so the first ranks would idle
+while the last ones work. `schedule` evens that out: in step t, ranks r >= t compute their own queries against piece
+r - t, and the ranks r < t, which have no such piece, compute the block that lies farthest ahead for the rank t places
+before them on the circle, world + r - t: they receive its queries, use their own keys, and send `(out, lse)` back to
+be merged. For an even world the last step has two ranks for each block left; here they share it, half of the queries
+each (LightSeq lets one of them idle), so that every world is balanced exactly: world / 2 blocks of compute each.
 
 What step t + 1 needs is on its way during step t, and results of helpers travel during the step after theirs. All
 ranks start these exchanges in the same order, hence no order of sends and receives can deadlock.

@@ -1,0 +1,429 @@
+"""The seam to transformers: patching, switching, undoing, what passes through and what is refused by name."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import error, spawn, tiny_model
+from test_models import EXACT, batch_of, check, gradients, parallel, serial, step
+
+from easy_context import (
+    apply_seq_parallel_monkey_patch,
+    init_seq_parallel,
+    prepare_seq_parallel_inputs,
+    remove_seq_parallel_monkey_patch,
+    seq_parallel_loss,
+    unshard_sequence,
+)
+from easy_context.modes import get_mode
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    yield
+    remove_seq_parallel_monkey_patch()
+
+
+def raised(fn, *args, **kwargs) -> str:
+    """The text of the ValueError that `fn` raises."""
+    with pytest.raises(ValueError) as caught:
+        fn(*args, **kwargs)
+    return str(caught.value)
+
+
+def llama_logits(model, ids):
+    return model(ids, position_ids=torch.arange(ids.shape[1])[None]).logits.detach()
+
+
+# --- patching -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "eager", "sdpa"])
+def test_any_attention_name_will_do_and_removal_restores_it(name, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    reference = tiny_model()
+    reference.save_pretrained(tmp_path)
+    ids, _ = batch_of(16)
+    truth = reference(ids).logits
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    model = LlamaForCausalLM.from_pretrained(tmp_path, _attn_implementation=name, dtype=torch.float64)
+    assert model.config._attn_implementation == "easy_context"
+    assert error(llama_logits(model, ids), truth) < 1e-6
+    remove_seq_parallel_monkey_patch()
+    assert model.config._attn_implementation == ("sdpa" if name == "flash_attention_2" else name)
+    assert error(model(ids).logits, truth) < 1e-6
+
+
+def test_models_made_before_the_patch_are_patched_too():
+    model, ids = tiny_model(), batch_of(16)[0]
+    truth = model(ids).logits
+    apply_seq_parallel_monkey_patch("dist_flash_attn", "llama")
+    assert error(llama_logits(model, ids), truth) < EXACT
+    assert model.config._attn_implementation == "easy_context"
+
+
+def test_removal_leaves_no_trace():
+    from transformers import LlamaPreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    before = dict(vars(LlamaPreTrainedModel))
+    names = set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)
+    model = tiny_model()
+    apply_seq_parallel_monkey_patch("usp_attn", "llama")
+    llama_logits(model, batch_of(8)[0])
+    remove_seq_parallel_monkey_patch()
+    assert dict(vars(LlamaPreTrainedModel)) == before
+    assert (set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)) == names
+    assert not model.model._forward_pre_hooks
+    generated = model.generate(batch_of(8)[0], max_new_tokens=2, do_sample=False)
+    assert generated.shape == (2, 10)
+
+
+def test_a_model_object_is_patched_alone():
+    patched, other, ids = tiny_model(), tiny_model(), batch_of(12)[0]
+    report = apply_seq_parallel_monkey_patch("ulysses_attn", patched)
+    assert "ulysses_attn" in report and "LlamaModel" in report
+    assert error(llama_logits(patched, ids), llama_logits(other, ids)) < EXACT
+    assert patched.config._attn_implementation == "easy_context"
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_saving_a_patched_model_saves_no_patch(tmp_path):
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    tiny_model().save_pretrained(tmp_path)
+    assert "easy_context" not in (tmp_path / "config.json").read_text()
+
+
+def test_unknown_names_are_refused():
+    assert "zigzag_ring_attn" in raised(apply_seq_parallel_monkey_patch, "ring", "llama")
+    assert "no model family" in raised(apply_seq_parallel_monkey_patch, "zigzag_ring_attn", "lama")
+    assert "attention interface" in raised(apply_seq_parallel_monkey_patch, "zigzag_ring_attn", "rwkv")
+    assert "cudnn" in raised(apply_seq_parallel_monkey_patch, "zigzag_ring_attn", "llama", kernel="fast")
+    assert "transformers model" in raised(apply_seq_parallel_monkey_patch, "zigzag_ring_attn", torch.nn.Linear(2, 2))
+
+
+# --- the published snippet, switching, third parties ---------------------------------------------------------------
+
+
+def snippet(rank, world, path, ids, targets):
+    from transformers import LlamaForCausalLM
+
+    apply_seq_parallel_monkey_patch("dist_flash_attn", "llama")
+    model = LlamaForCausalLM.from_pretrained(path, _attn_implementation="flash_attention_2")
+    prepared = prepare_seq_parallel_inputs("dist_flash_attn", ids, None, targets, rank, world, "cpu")
+    logits = model(prepared["local_input_ids"], position_ids=prepared["local_position_ids"]).logits
+    return unshard_sequence("dist_flash_attn", logits.detach(), length=ids.shape[1])
+
+
+def test_the_published_snippet_runs_as_written(tmp_path):
+    model = tiny_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    ids, targets = batch_of(30)
+    truth = model(ids).logits
+    for logits in spawn(snippet, 2, str(tmp_path), ids, targets):
+        assert error(logits, truth) < 1e-5
+
+
+def switching(rank, world, ids, targets):
+    model = tiny_model().train()
+    losses = []
+    for mode in ("zigzag_ring_attn", "ulysses_attn", "dist_flash_attn", "usp_attn"):
+        apply_seq_parallel_monkey_patch(mode, "llama")
+        model.zero_grad()
+        losses.append(step(model, mode, ids, targets, rank, world))
+    return losses
+
+
+def test_applying_again_switches_the_mode():
+    ids, targets = batch_of(25)
+    truth = serial("llama", ids, targets)
+    for per_rank in zip(*spawn(switching, 2, ids, targets), strict=True):
+        check(per_rank, truth, EXACT)
+
+
+def third_party(rank, world, ids, targets):
+    """A mode of somebody else's: gather all keys and values, attend with the plain definition."""
+    from easy_context import register_mode
+    from easy_context.agreement import gather
+    from easy_context.layout import Layout
+    from easy_context.modes import Mode
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t, group):
+            ctx.group = group
+            return torch.cat(gather(group, t), 1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            dist.all_reduce(grad, group=ctx.group)
+            return grad.chunk(dist.get_world_size(ctx.group), 1)[dist.get_rank(ctx.group)], None
+
+    class AllGatherAttention(Mode):
+        name = "all_gather_attn"
+
+        def layout(self, sp_size, ring_degree=None):
+            return Layout(ring=sp_size)
+
+        def attention(self, q, k, v, ctx, *, scale):
+            k, v = (Gathered.apply(t, ctx.sequence.group).repeat_interleave(2, 2) for t in (k, v))
+            own = ctx.layout.indices(ctx.seq_len, ctx.sequence.rank)
+            visible = torch.arange(ctx.seq_len)[None, :] <= own[:, None]
+            scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+            return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+    register_mode(AllGatherAttention())
+    return parallel(rank, world, "all_gather_attn", "llama", ids, targets, None, {})
+
+
+def test_a_third_party_adds_a_mode():
+    ids, targets = batch_of(22)
+    check(spawn(third_party, 3, ids, targets), serial("llama", ids, targets), EXACT)
+
+
+# --- recomputation, documents, splits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "usp_attn"])
+def test_recomputation(mode):
+    ids, targets = batch_of(25)
+    results = spawn(parallel, 2, mode, "llama", ids, targets, None, {}, True)
+    check(results, serial("llama", ids, targets), EXACT)
+
+
+def packed(rank, world, mode, ids, targets, positions, use_mask):
+    apply_seq_parallel_monkey_patch(mode, "llama")
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    local = prepare_seq_parallel_inputs(mode, ids, positions, targets, rank, world, "cpu")
+    mask = torch.ones_like(local["local_input_ids"]) if use_mask else None
+    out = model(local["local_input_ids"], attention_mask=mask, position_ids=local["local_position_ids"])
+    # another forward with other documents before the backward: recomputation must keep the first one's
+    model(
+        local["local_input_ids"],
+        position_ids=prepare_seq_parallel_inputs(mode, ids, None, None, rank, world, "cpu")["local_position_ids"],
+    )
+    loss, reported = seq_parallel_loss(out.logits, local["local_target_ids"])
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    return reported.item(), unshard_sequence(mode, out.logits.detach(), length=ids.shape[1]), gradients(model)
+
+
+@pytest.mark.parametrize("use_mask", [False, True])
+@pytest.mark.parametrize(
+    "mode, world", [("zigzag_ring_attn", 2), ("dist_flash_attn", 3), ("ulysses_attn", 2), ("usp_attn", 4)]
+)
+def test_packed_documents_equal_the_documents_alone(mode, world, use_mask):
+    ids, targets = batch_of(45)
+    borders = [(0, 3, 4, 30, 45), (0, 20, 45)]
+    positions = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in borders])
+    for row, edges in enumerate(borders):
+        targets[row, [edge - 1 for edge in edges[1:]]] = -100
+    model = tiny_model().train()
+    logits = torch.stack(
+        [
+            torch.cat([model(ids[row : row + 1, a:b]).logits[0] for a, b in pairwise(edges)])
+            for row, edges in enumerate(borders)
+        ]
+    )
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    loss.backward()
+    truth = loss.item(), logits.detach(), gradients(model)
+    check(spawn(packed, world, mode, ids, targets, positions, use_mask), truth, EXACT)
+
+
+def two_by_two(rank, world, ids, targets):
+    mesh = init_seq_parallel(seq_parallel_size=2)
+    assert (mesh.data_size, mesh.sp_size) == (2, 2)
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    model = tiny_model().train()
+    own = slice(mesh.data_rank, mesh.data_rank + 1)
+    reported, logits, grads = step(model, "zigzag_ring_attn", ids[own], targets[own], rank, world)
+    both = [torch.empty_like(logits) for _ in range(world)]
+    dist.all_gather(both, logits)
+    return reported, torch.cat([both[0], both[2]]), grads
+
+
+def test_two_groups_of_two():
+    ids, targets = batch_of(29, ignored=[(0, 0, 25)])
+    check(spawn(two_by_two, 4, ids, targets), serial("llama", ids, targets), EXACT)
+
+
+def test_a_length_shorter_than_the_world():
+    ids, targets = batch_of(3)
+    check(spawn(parallel, 4, "zigzag_ring_attn", "llama", ids, targets, None, {}), serial("llama", ids, targets), EXACT)
+
+
+# --- rotary positions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16},
+    ],
+)
+def test_frequencies_depend_on_the_global_length(rope):
+    config = {"rope_parameters": rope, "max_position_embeddings": 16}
+    ids, targets = batch_of(43)
+    check(
+        spawn(parallel, 3, "zigzag_ring_attn", "llama", ids, targets, None, config),
+        serial("llama", ids, targets, **config),
+        EXACT,
+    )
+
+
+def test_frequencies_stay_float32_when_the_model_is_cast():
+    apply_seq_parallel_monkey_patch("data_parallel", "llama")
+    model = tiny_model(dtype=torch.float32)
+    kept = model.model.rotary_emb.inv_freq.clone()
+    model.to(torch.bfloat16)
+    assert not torch.equal(model.model.rotary_emb.inv_freq.float(), kept)
+    llama_logits(model, batch_of(8)[0])
+    assert torch.equal(model.model.rotary_emb.inv_freq, kept)
+
+
+def test_set_rope_survives_saving_and_keeps_scaling(tmp_path):
+    from transformers import AutoConfig, LlamaConfig
+
+    from easy_context.rope import set_rope
+
+    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    for before in (None, scaled):
+        config = set_rope(LlamaConfig(rope_parameters=copy.deepcopy(before)), theta=5e6)
+        config.save_pretrained(tmp_path)
+        loaded = AutoConfig.from_pretrained(tmp_path).rope_parameters
+        assert loaded["rope_theta"] == 5e6
+        assert loaded["rope_type"] == ("yarn" if before else "default")
+    assert "rope_type" in raised(set_rope, LlamaConfig(), scaling={"rope_type": "magic"})
+    assert "positive" in raised(set_rope, LlamaConfig(), theta=-1)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_what_sharded_attention_cannot_honour_is_refused_by_name():
+    ids, positions = batch_of(12)[0], torch.arange(12)[None]
+
+    def refused(family="llama", call=None, train=False, **config):
+        apply_seq_parallel_monkey_patch("zigzag_ring_attn", family.removesuffix("_text"))
+        model = tiny_model(family, **config).train(train)
+        return raised(model, ids, position_ids=positions, **(call or {}))
+
+    assert "dropout" in refused(attention_dropout=0.1, train=True)
+    assert "soft cap" in refused("gemma2")
+    assert "sliding window of 4" in refused("mistral", sliding_window=4)
+    assert "sliding window of 4" in refused("gemma3_text", sliding_window=4, num_hidden_layers=6)
+    assert "sinks" in refused("gpt_oss")
+    assert "output_attentions" in refused(call={"output_attentions": True})
+    assert "KV cache" in refused(call={"use_cache": True})
+    assert "2-D" in refused(call={"attention_mask": torch.zeros(2, 1, 12, 12)})
+    assert "has zeros" in refused(call={"attention_mask": torch.tensor([[0] * 3 + [1] * 9] * 2)})
+    assert "cu_seq_lens_q" in refused(call={"cu_seq_lens_q": torch.tensor([0, 12])})
+    assert "only a fall to 0" in raised(tiny_model(), ids, position_ids=torch.tensor([[*range(6, 12), *range(2, 8)]]))
+
+
+def one_rank_at_fault(rank, world, fault):
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    model, (ids, targets) = tiny_model(), batch_of(16)
+    if fault == "other ids" and rank == 1:
+        ids = ids.flip(0)
+    if fault == "other length" and rank == 1:
+        ids = ids[:, :-1]
+    if fault == "empty":
+        ids = ids[:, :0]
+    if fault in ("other ids", "other length", "empty"):
+        return raised(prepare_seq_parallel_inputs, "zigzag_ring_attn", ids, None, None, rank, world, "cpu")
+    local = prepare_seq_parallel_inputs("zigzag_ring_attn", ids, None, targets, rank, world, "cpu")
+    ids, positions = local["local_input_ids"], local["local_position_ids"]
+    if fault == "no positions":
+        return raised(model, ids)
+    if fault == "hole in the mask":
+        mask = torch.ones_like(ids)
+        mask[0, 0] = rank
+        return raised(model, ids, position_ids=positions, attention_mask=mask)
+    if fault == "uneven shards":
+        return raised(model, ids[:, rank:], position_ids=positions[:, rank:])
+    return raised(model, ids, position_ids=torch.arange(8)[None])  # positions of a shard counted from 0
+
+
+@pytest.mark.parametrize(
+    "fault, text",
+    [
+        ("other ids", "prepare_dataloader"),
+        ("other length", "prepare_dataloader"),
+        ("empty", "at least one token"),
+        ("no positions", "position_ids are missing"),
+        ("hole in the mask", "has zeros"),
+        ("uneven shards", "different shapes"),
+        ("positions from 0", "only a fall to 0"),
+    ],
+)
+def test_a_fault_on_one_rank_is_raised_by_all(fault, text):
+    assert all(text in message for message in spawn(one_rank_at_fault, 2, fault))
+
+
+def sizes_that_do_not_fit(rank, world):
+    first = raised(init_seq_parallel, 2)
+    second = raised(init_seq_parallel, None, 2)
+    init_seq_parallel(3, 3)
+    third = raised(
+        prepare_seq_parallel_inputs, "usp_attn", batch_of(8)[0], None, None, rank, world, "cpu", ring_degree=1
+    )
+    return first, second, third
+
+
+def test_group_sizes_that_do_not_fit_are_refused():
+    for first, second, third in spawn(sizes_that_do_not_fit, 3):
+        assert "seq_parallel_size=2 does not divide" in first
+        assert "ring_degree=2 does not divide" in second
+        assert "exist already" in third
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode, world", [("zigzag_ring_attn", 3), ("dist_flash_attn", 4), ("usp_attn", 4), ("data_parallel", 2)]
+)
+def test_shards_without_a_process_group_cover_the_sequence_once(mode, world):
+    ids, targets = batch_of(37)
+    shards = [prepare_seq_parallel_inputs(mode, ids, None, targets, rank, world, "cpu") for rank in range(world)]
+    if mode == "data_parallel":
+        for shard in shards:
+            assert torch.equal(shard["local_input_ids"], ids) and torch.equal(shard["local_target_ids"], targets)
+        return
+    assert len({shard["local_input_ids"].shape for shard in shards}) == 1
+    names = ("local_position_ids", "local_input_ids", "local_target_ids")
+    seen = torch.cat([torch.stack([shard[name][0] for name in names]) for shard in shards], 1)
+    kept = seen[:, seen[2] != -100]
+    order = kept[0].argsort()
+    assert torch.equal(kept[0][order], torch.arange(36))
+    assert torch.equal(kept[1][order], ids[0, :36])
+    assert torch.equal(kept[2][order], targets[0, :36])
+    assert prepare_seq_parallel_inputs(mode, ids, None, None, 0, world, "cpu")["local_target_ids"] is None
+
+
+def unshard_gradient(rank, world, mode):
+    mesh = init_seq_parallel()
+    layout = get_mode(mode).layout(mesh.sp_size, mesh.ring_size)
+    whole = torch.arange(2 * 23 * 3, dtype=torch.float64).view(2, 23, 3)
+    own = layout.indices(layout.padded_length(23), rank)
+    local = whole[:, own.clamp(max=22)].requires_grad_()
+    back = unshard_sequence(mode, local, length=23)
+    weight = torch.arange(1.0, 24.0, dtype=torch.float64)[None, :, None]
+    (back * weight).sum().backward()
+    expected = weight[:, own.clamp(max=22)] * (own < 23)[None, :, None]
+    return torch.equal(back, whole), torch.equal(local.grad, expected.expand(2, -1, 3))
+
+
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "usp_attn"])
+def test_unshard_is_the_inverse_and_a_rank_gets_its_own_slice_of_the_gradient(mode):
+    assert all(inverse and slice_of_gradient for inverse, slice_of_gradient in spawn(unshard_gradient, 4, mode))

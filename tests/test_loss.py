@@ -1,0 +1,366 @@
+"""The loss over ranks and in tiles equals one process's cross-entropy: value and every gradient, in float64."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import error, spawn, tiny_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from easy_context.loss import (
+    CausalLMWithLoss,
+    global_num_items,
+    logits_transform_of,
+    seq_parallel_loss,
+    seq_parallel_loss_from_hidden,
+    token_nll,
+)
+from easy_context.memory import tiled_loss
+from easy_context.memory.tiled_loss import nll_sum_from_logits, tiled_nll_sum, tiled_token_nll
+
+VOCAB, HIDDEN = 97, 16
+TIGHT = 1e-12
+
+
+def soft_cap(logits):
+    return 3 * torch.tanh(logits / 3)
+
+
+def draw_targets(batch, length, seed, ignored=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(VOCAB, (batch, length), generator=generator)
+    return targets.masked_fill(torch.rand(batch, length, generator=generator) < ignored, -100)
+
+
+def problem(dtype=torch.float64, bias=False, batch=2, length=25, ignored=0.3):
+    torch.manual_seed(1)
+    head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
+    hidden = (4 * torch.randn(batch, length, HIDDEN)).to(dtype).requires_grad_()
+    return hidden, head, draw_targets(batch, length, seed=2, ignored=ignored)
+
+
+def cross_entropy_sum(logits, targets):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def gradients(scalar, *leaves):
+    return torch.autograd.grad(scalar, [leaf for leaf in leaves if leaf is not None])
+
+
+class Lora(nn.Module):
+    """A head with adapters, as PEFT builds one."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.out_features = base.requires_grad_(False), base.out_features
+        self.a = nn.Parameter(torch.randn(HIDDEN, 4, dtype=base.weight.dtype))
+        self.b = nn.Parameter(torch.randn(4, VOCAB, dtype=base.weight.dtype))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a @ self.b
+
+
+# Tiles
+
+
+@pytest.mark.parametrize("transform", [None, soft_cap])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tile_size", [1, 7, 50, None])
+def test_tiles_equal_cross_entropy(tile_size, bias, transform):
+    hidden, head, targets = problem(bias=bias)
+    logits = head(hidden) if transform is None else transform(head(hidden))
+    truth = cross_entropy_sum(logits, targets)
+    got = tiled_nll_sum(hidden, head, targets, logits_transform=transform, tile_size=tile_size)
+    assert error(got, truth) < TIGHT
+    leaves = hidden, head.weight, head.bias
+    for mine, theirs in zip(gradients(3 * got, *leaves), gradients(3 * truth, *leaves), strict=True):
+        assert error(mine, theirs) < TIGHT
+    each = tiled_token_nll(hidden, head, targets, logits_transform=transform, tile_size=tile_size)
+    assert error(each, F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")) < TIGHT
+    assert not each.requires_grad
+
+
+@pytest.mark.parametrize("transform", [None, soft_cap])
+def test_a_head_of_any_kind_trains_tile_by_tile(transform):
+    hidden, base, targets = problem()
+    head = Lora(base)
+    truth = cross_entropy_sum((transform or nn.Identity())(head(hidden)), targets)
+    got = tiled_nll_sum(hidden, head, targets, logits_transform=transform, tile_size=7)
+    assert error(got, truth) < TIGHT
+    leaves = hidden, head.a, head.b
+    for mine, theirs in zip(gradients(got, *leaves), gradients(truth, *leaves), strict=True):
+        assert error(mine, theirs) < TIGHT
+
+
+@pytest.mark.parametrize("tile_size", [1, 7, None])
+def test_loss_from_logits_in_tiles(tile_size):
+    hidden, head, targets = problem()
+    logits = head(hidden).detach().requires_grad_()
+    got, truth = nll_sum_from_logits(logits, targets, tile_size), cross_entropy_sum(logits, targets)
+    assert error(got, truth) < TIGHT
+    assert error(*gradients(2 * got, logits), *gradients(2 * truth, logits)) < TIGHT
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("wrap", [lambda head: head, Lora])
+def test_logits_never_exist_whole(wrap):
+    hidden, head, targets = problem(length=200)
+    with LargestTensor() as largest:
+        tiled_nll_sum(hidden, wrap(head), targets, tile_size=8).backward()
+    assert largest.elements <= max(hidden.numel(), 8 * VOCAB, head.weight.numel()) < targets.numel() * VOCAB / 4
+
+
+def test_weight_gradient_is_accumulated_above_bf16():
+    hidden, head, targets = problem(dtype=torch.bfloat16, batch=1, length=1024, ignored=0)
+    got = tiled_nll_sum(hidden, head, targets, tile_size=1)
+    assert got.dtype == torch.float32
+    (mine,) = gradients(got, head.weight)
+    wide = head.weight.detach().double().requires_grad_()
+    (truth,) = gradients(cross_entropy_sum(hidden.double() @ wide.t(), targets), wide)
+    assert mine.dtype == torch.bfloat16
+    assert error(mine.double(), truth) < 4e-3  # accumulated in bf16 it would be 2e-2
+
+
+def test_frozen_weights_and_no_grad_cost_no_gradients(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a gradient was computed that nobody wants")
+
+    hidden, head, targets = problem()
+    monkeypatch.setattr(tiled_loss, "_add_product", refuse)
+    head.requires_grad_(False)
+    assert hidden.grad is None
+    tiled_nll_sum(hidden, head, targets).backward()
+    assert hidden.grad is not None and head.weight.grad is None
+    head.requires_grad_(True)
+    with torch.no_grad():
+        assert not tiled_nll_sum(hidden, head, targets).requires_grad
+
+
+def test_autocast_computes_in_bf16_and_accumulates_in_float32():
+    hidden, head, targets = problem(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = tiled_nll_sum(hidden, head, targets, tile_size=7)
+        truth = cross_entropy_sum(head(hidden).float(), targets)
+    assert got.dtype == torch.float32
+    assert error(got, truth) < 1e-5
+    (mine,), (theirs,) = gradients(got, head.weight), gradients(truth, head.weight)
+    assert mine.dtype == torch.float32
+    assert error(mine, theirs) < 1e-2
+
+
+def test_one_call_of_the_head_with_its_weight_gathered_meanwhile():
+    """What an engine's hooks do: the weight exists only while its module is called."""
+    hidden, head, targets = problem()
+    truth = cross_entropy_sum(head(hidden), targets)
+    expected = gradients(truth, hidden, head.weight)
+    whole, calls = head.weight.detach().clone(), []
+
+    def gather(module, args):
+        calls.append(module)
+        module.weight.data = whole
+
+    def release(module, args, out):
+        module.weight.data = whole.new_empty(0)
+
+    release(head, None, None)
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(release)
+    got = tiled_nll_sum(hidden, head, targets, tile_size=7)
+    assert calls == [head] and "forward" not in vars(head)
+    gather(head, None)
+    for mine, theirs in zip(gradients(got, hidden, head.weight), expected, strict=True):
+        assert error(mine, theirs) < TIGHT
+
+
+def test_the_head_keeps_its_forward_after_an_error():
+    hidden, head, targets = problem()
+    with pytest.raises(RuntimeError):
+        tiled_nll_sum(hidden[..., :-1], head, targets)
+    assert head(hidden).shape == (*targets.shape, VOCAB)
+
+
+def test_bad_shapes_are_named():
+    hidden, head, targets = problem()
+    with pytest.raises(ValueError, match="targets"):
+        seq_parallel_loss_from_hidden(hidden, head, targets[:, 1:])
+    with pytest.raises(ValueError, match="targets"):
+        seq_parallel_loss(head(hidden), targets[:, 1:])
+    with pytest.raises(ValueError, match="tile_size"):
+        seq_parallel_loss_from_hidden(hidden, nn.Sequential(head), targets)
+    with pytest.raises(ValueError, match="tile_size"):
+        seq_parallel_loss_from_hidden(hidden, head, targets, tile_size=0)
+
+
+# One process
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
+def test_both_losses_are_the_token_mean(ignored):
+    hidden, head, targets = problem(ignored=ignored)
+    logits = head(hidden)
+    truth = cross_entropy_sum(logits, targets) / max(1, (targets != -100).sum())
+    for loss, reported in (
+        seq_parallel_loss(logits, targets),
+        seq_parallel_loss_from_hidden(hidden, head, targets, tile_size=7),
+    ):
+        assert loss.dtype == reported.dtype == torch.float64 and not reported.requires_grad
+        assert error(loss, truth) < TIGHT and error(reported, truth) < TIGHT
+        (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        assert error(gradient, *torch.autograd.grad(truth, hidden, retain_graph=True)) < TIGHT
+
+
+def test_ignored_rows_are_exactly_zero_even_if_not_finite():
+    hidden, head, targets = problem()
+    with torch.no_grad():
+        hidden[targets == -100] = torch.inf
+    loss, _ = seq_parallel_loss(head(hidden), targets)
+    assert torch.isfinite(loss)
+
+
+def ids(batch=2, length=12):
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, VOCAB, (batch, length), generator=generator)
+    return tokens, torch.arange(length).expand(batch, -1), draw_targets(batch, length, seed=4)
+
+
+FAMILIES = [
+    ("llama", {}, False, 1e-9),
+    ("llama", {"tie_word_embeddings": True}, False, 1e-9),
+    ("qwen3", {}, False, 1e-9),
+    ("gemma2", {"final_logit_softcapping": 3.0}, True, 1e-6),
+    ("cohere", {"logit_scale": 0.3}, True, 1e-6),
+    ("granite", {"logits_scaling": 3.0}, True, 1e-9),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "transformed", "tolerance"), FAMILIES)
+def test_model_with_loss_equals_the_models_own_logits(family, settings, transformed, tolerance):
+    model = tiny_model(family, **settings)
+    tokens, positions, targets = ids()
+    assert (logits_transform_of(model) is not None) == transformed
+    logits = model(tokens, position_ids=positions).logits
+    truth = cross_entropy_sum(logits, targets) / (targets != -100).sum()
+    each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").detach()
+    expected = torch.autograd.grad(truth, list(model.parameters()))
+    wrapper = CausalLMWithLoss(model)
+    loss, reported = wrapper(tokens, positions, targets)
+    assert wrapper.config is model.config
+    assert error(loss, truth) < tolerance and error(reported, truth) < tolerance
+    assert error(token_nll(model, tokens, positions, targets), each) < tolerance
+    for mine, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        assert error(mine, theirs) < tolerance
+
+
+@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_lora_models_train(settings):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **settings)
+    model = get_peft_model(tiny_model(), config).double()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tokens, positions, targets = ids()
+    truth = cross_entropy_sum(model(tokens, position_ids=positions).logits, targets) / (targets != -100).sum()
+    loss, _ = CausalLMWithLoss(model)(tokens, positions, targets)
+    assert error(loss, truth) < 1e-9
+    for mine, theirs in zip(
+        torch.autograd.grad(loss, trained.values()), torch.autograd.grad(truth, trained.values()), strict=True
+    ):
+        assert theirs.norm() > 0 and error(mine, theirs) < 1e-9
+
+
+def test_models_that_are_more_than_decoder_and_head_are_refused():
+    from peft import PromptTuningConfig, get_peft_model
+
+    with pytest.raises(ValueError, match="BertLMHeadModel"):
+        CausalLMWithLoss(tiny_model("bert", is_decoder=True))
+    with pytest.raises(ValueError, match="OPTForCausalLM"):
+        CausalLMWithLoss(tiny_model("opt", word_embed_proj_dim=64, ffn_dim=96))
+    with pytest.raises(ValueError, match="output_router_logits"):
+        CausalLMWithLoss(tiny_model("mixtral", num_local_experts=2, output_router_logits=True))
+    with pytest.raises(ValueError, match="soft prompts"):
+        CausalLMWithLoss(get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
+
+
+# Ranks
+
+LENGTHS = {  # valid targets of each rank's micro-batches, of 12
+    "even": [[12], [12], [12]],
+    "uneven": [[12], [5], [1]],
+    "a rank with none": [[7], [0], [11]],
+    "all ignored": [[0], [0], [0]],
+    "accumulation": [[12, 1], [3, 0], [0, 9]],
+}
+
+
+def micro_batches(case, rank):
+    for step, valid in enumerate(LENGTHS[case][rank]):
+        seed = 10 * rank + step
+        tokens = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(seed))
+        targets = draw_targets(1, 12, seed, ignored=0)
+        targets[:, valid:] = -100
+        yield tokens, torch.arange(12)[None], targets
+
+
+def ddp_step(rank, world, case, tiled):
+    """(gradients, reported) of one optimizer step under DDP, which averages over ranks."""
+    model = tiny_model()
+    wrapped = DistributedDataParallel(CausalLMWithLoss(model) if tiled else model)
+    batches = list(micro_batches(case, rank))
+    num_items = global_num_items(targets for *_, targets in batches) if len(batches) > 1 else None
+    reported = 0
+    for step, (tokens, positions, targets) in enumerate(batches):
+        with wrapped.no_sync() if step < len(batches) - 1 else contextlib.nullcontext():
+            if tiled:
+                loss, part = wrapped(tokens, positions, targets, num_items)
+            else:
+                loss, part = seq_parallel_loss(wrapped(tokens, position_ids=positions).logits, targets, num_items)
+            loss.backward()
+        reported += part
+    return [p.grad for p in model.parameters()], reported
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["logits", "tiled"])
+@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_equal_one_process(world, case, tiled):
+    model = tiny_model()
+    tokens, positions, targets = (
+        torch.cat(parts)
+        for parts in zip(*[batch for rank in range(world) for batch in micro_batches(case, rank)], strict=True)
+    )
+    truth = cross_entropy_sum(model(tokens, position_ids=positions).logits, targets)
+    truth = truth / max(1, (targets != -100).sum())
+    truth.backward()
+    for grads, reported in spawn(ddp_step, world, case, tiled):
+        assert error(reported, truth.detach()) < 1e-9
+        for grad, p in zip(grads, model.parameters(), strict=True):
+            assert error(grad, p.grad) < 1e-9
+
+
+def counted(rank, world):
+    return [global_num_items(targets).item() for targets in (draw_targets(2, 9, rank), [draw_targets(2, 9, rank)] * 3)]
+
+
+def test_num_items_counts_micro_batches_of_all_ranks():
+    truth = sum((draw_targets(2, 9, rank) != -100).sum().item() for rank in range(2))
+    assert spawn(counted, 2) == [[truth, 3 * truth]] * 2
+    tokens, positions, targets = ids()
+    model = CausalLMWithLoss(tiny_model())
+    loss, reported = model(tokens, positions, targets, num_items=1000)
+    assert error(loss, model(tokens, positions, targets)[0] * (targets != -100).sum() / 1000) < TIGHT
+    assert loss == reported

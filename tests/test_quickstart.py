@@ -259,7 +259,6 @@ def commands_of(commands: list[list[str]], script: str) -> list[list[str]]:
 def test_commands_fit_the_programs(tmp_path, monkeypatch, gpus):
     import eval_needle
     import eval_ppl
-
     from easy_context.train_flags import check, parse_args
 
     commands = quickstart(tmp_path, gpus)

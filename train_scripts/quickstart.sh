@@ -58,7 +58,7 @@ settings_cpu() {
     TEXT=(--sources torch/_dynamo --train 12288:4 --held-out-rows 12288:2)
     PPL=(--min-tokens 12288 --max-tokens 12288 --segments 0,2048,4096,6144,8192,10240,12288)
     NEEDLE=(--min_context_length 4096 --max_context_length 12288 --context_interval 4096 --depth_interval 0.5)
-    STEPS=(--max-train-steps 4 --learning-rate 2e-4)
+    STEPS=(--max-train-steps 4 --learning-rate 3e-4)
 
     local cores
     cores=$(nproc)

@@ -20,12 +20,12 @@ FACTS = [
 FIRST_NAMES = """
 Ada Bruno Clara Dario Edda Felix Greta Hugo Ines Jonas Karla Leo Mira Nils Olga Pavel Rosa Stefan Tilda Ugo Vera Wanda
 Xaver Yara Zeno Amir Bela Chidi Deepa Emre Farah Goran Hana Ivo Jamila Kofi Lena Marek Noor Oskar
-""".split()
+"""
 LAST_NAMES = """
 Brandt Okafor Lindqvist Moreau Tanaka Novak Silva Haddad Kowalski Fischer Petrov Rossi Nguyen Larsen Adeyemi Castro
 Weber Yilmaz Horvat Dubois Singh Eriksen Barros Keller Mensah Takeda Vogel Aziz Bergman Costa Demir Engel Farouk Grimm
 Holm Ito Jansen Kaplan Lopez Meyer
-""".split()
+"""
 
 
 def insert_recall(
@@ -46,7 +46,7 @@ def insert_recall(
         dice: the source of all randomness.
     """
     size, spent, inserts = len(ids), 0, []
-    names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    names = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
     dice.shuffle(names)
     for name in names:
         number = dice.randrange(10_000, 100_000_000)

@@ -37,11 +37,12 @@ def check(device: str, dtype: torch.dtype, spread: float, tolerance: float) -> N
     block_out = second[0].transpose(1, 2).to(device, dtype, copy=True).contiguous().transpose(1, 2)
     merge(out[:, rows], lse[:, :, rows], block_out, second[1].to(device, wide))
 
+    tolerance *= max(1.0, spread / 10)  # scores of that size are themselves rounded
     true_out, true_lse = attention(scores, values)
     assert (out[:, rows].double().cpu() - true_out).abs().max() < tolerance
     found, nothing = lse[:, :, rows].double().cpu(), true_lse == -torch.inf
     assert torch.equal(found == -torch.inf, nothing)
-    assert (found[~nothing] - true_lse[~nothing]).abs().max() < tolerance * max(1.0, spread)
+    assert (found[~nothing] - true_lse[~nothing]).abs().max() < 10 * tolerance
     assert (out[:, :OFFSET] == 7).all()
     assert (lse[:, :, :OFFSET] == 7).all()
 

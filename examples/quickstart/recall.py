@@ -49,7 +49,8 @@ def insert_recall(
     names = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
     dice.shuffle(names)
     for name in names:
-        number = dice.randrange(10_000, 100_000_000)
+        digits = dice.randint(5, 8)
+        number = dice.randrange(10 ** (digits - 1), 10**digits)
         fact = dice.choice(FACTS).format(name=name, number=number)
         statement, recall = encode(f"{fact[0].upper()}{fact[1:]}\n"), encode(f"Recall: {fact}\n")
         spent += len(statement) + len(recall)

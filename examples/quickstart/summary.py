@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-INK, GRID = "#22262b", "#e3e6e8"
+INK, GRID, SHADE = "#22262b", "#e3e6e8", "#f4f6f7"
 COLORS = ["#8a949b", "#c8553d", "#2a6f97"]  # from the model before to the one after
 
 
@@ -108,44 +108,47 @@ def show(curves: list[Curve], needle: dict[str, str], training: list[str]) -> No
 def draw(curves: list[Curve], native: int, by_length: bool, path: Path) -> None:
     """`by_length`: the x axis is the context length, logarithmic; otherwise the place within the context."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     figure = Figure(figsize=(7.6, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    for curve, color in zip(curves, COLORS, strict=True):
+    for curve, color, lift in zip(curves, COLORS, (0, 4, -4), strict=True):  # points by which neighbours' labels part
         x, y = zip(*curve.points, strict=True)
         axes.plot(x, y, color=color, marker="o", markersize=5, linewidth=2, label=curve.name)
-    places = [x for x, _ in curves[0].points]
-    axes.axvline(native, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate(
-        f"native {tokens(native)} ",
-        (native, 0.98),
-        xycoords=("data", "axes fraction"),
-        ha="right",
-        va="top",
-        color=INK,
-        fontsize=9,
-    )
+        value = f"{y[-1]:,.0f}" if y[-1] >= 100 else f"{y[-1]:.1f}"
+        axes.annotate(
+            value, (x[-1], y[-1]), (7, lift), textcoords="offset points", color=color, fontsize=9, va="center"
+        )
+    places, values = zip(*(point for curve in curves for point in curve.points), strict=True)
+
     if by_length:
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(places))
+        axes.set_xlim(min(places) / 1.2, max(places) * 1.2)
+        axes.xaxis.set_major_locator(FixedLocator(sorted(set(places))))
     else:
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(FixedLocator(range(0, round(2 * places[-1]), 2048)))
-        axes.set_xlim(0, places[-1] + places[0])
+        axes.set_xlim(0, max(places) + min(places))
+        axes.xaxis.set_major_locator(FixedLocator(range(0, round(max(places) + min(places)) + 1, 2048)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(round(x))))
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.6g}"))
+    if max(values) > 10 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.6g}"))
+    else:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
+
+    axes.axvspan(native, axes.get_xlim()[1], color=SHADE, zorder=0)
+    note = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "color": INK, "fontsize": 9}
+    axes.annotate(f"past the native {tokens(native)}", (native, 1), (6, -6), va="top", **note)
     axes.set_xlabel("context length (tokens)" if by_length else "place in the context (tokens)", color=INK)
     axes.set_ylabel("perplexity, held-out text", color=INK)
     axes.grid(color=GRID, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#aab1b6")
     axes.tick_params(colors=INK, labelsize=9, length=3)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     figure.savefig(path, dpi=160)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from easy_context import kernels
-from easy_context.kernels import KERNELS, choose, describe
+from easy_context.kernels import KERNELS, choose, describe, flash_attn_4
+from easy_context.kernels.variant import Variant
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
@@ -83,17 +84,94 @@ def test_deterministic_mode_passes_over_kernels_that_are_not(announcements, monk
     assert choose(queries(), queries(), causal=True).name == "cpu_flash"
 
 
-def test_gpu_kernels_know_their_limits():
-    assert BY_NAME["cudnn"].refuses(queries(head_size=128), queries(head_size=128), causal=True) is None
-    assert "256" in BY_NAME["cudnn"].refuses(queries(head_size=256), queries(head_size=256), causal=True)
-    assert "one token" in BY_NAME["cudnn"].refuses(queries(), queries(length=1), causal=False)
-    assert "80" in BY_NAME["flash_attn_4"].refuses(queries(head_size=80), queries(head_size=80), causal=True)
+@pytest.mark.parametrize(
+    "variant, reason",
+    [
+        ({"window_left": -1}, "window_left must be at least 0"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"borders": (0, 3)}, "from 0 to the 6 keys"),
+        ({"borders": (1, 6)}, "from 0 to the 6 keys"),
+        ({"borders": (0, 3, 3, 6)}, "from 0 to the 6 keys"),
+        ({"borders": ()}, "from 0 to the 6 keys"),
+    ],
+)
+@pytest.mark.parametrize("name", [None, "reference"])
+def test_refuses_variants_that_make_no_sense(variant, reason, name):
+    with pytest.raises(ValueError, match=reason):
+        choose(queries(), queries(), causal=True, name=name, **variant)
+
+
+def test_refuses_documents_over_a_rectangle():
+    with pytest.raises(ValueError, match="packed documents need as many queries as keys, not 6 and 7"):
+        choose(queries(), queries(length=7), causal=False, borders=(0, 7))
+
+
+def test_says_once_for_all_lengths_that_a_softcap_takes_a_slower_kernel(announcements):
+    for length in range(5, 9):
+        assert choose(queries(length), queries(length), causal=True, softcap=50.0).name == "reference"
+        assert choose(queries(length), queries(length), causal=True, window_left=2).name == "cpu_flash"
+        assert choose(queries(length), queries(length), causal=True, borders=(0, 3, length)).name == "cpu_flash"
+    warning, info = announcements.records
+    assert warning.levelname == "WARNING" and "cpu_flash: has no soft cap" in warning.getMessage()
+    assert info.levelname == "INFO" and "cpu_flash" in info.getMessage()
+    with pytest.raises(ValueError, match="'cpu_flash', asked for by name, cannot do this: has no soft cap"):
+        choose(queries(), queries(), causal=True, softcap=50.0, name="cpu_flash")
+
+
+def test_cudnn_knows_its_limits(monkeypatch):
+    cudnn = BY_NAME["cudnn"]
+    monkeypatch.setattr(cudnn, "unfit", lambda device: None)
+    monkeypatch.setattr(cudnn, "missing", lambda device: None)
+
+    def why_not(q_length=20, k_length=20, head_size=128, causal=True, **variant):
+        sizes = {"dtype": torch.bfloat16, "head_size": head_size}
+        return cudnn.why_not(queries(q_length, **sizes), queries(k_length, **sizes), causal=causal, **variant)
+
+    assert why_not() is None
+    assert "256" in why_not(head_size=256)
+    assert "sequence of one token" in why_not(k_length=1, causal=False)
+    assert "no sliding windows" in why_not(window_left=18)
+    assert why_not(window_left=19) is None  # hides nothing
+    assert "no soft cap" in why_not(softcap=50.0)
+    assert why_not(borders=(0, *range(2, 16, 2), 20)) is None
+    assert "one by one" in why_not(borders=(0, *range(2, 18, 2), 20))
+    assert "document of one token" in why_not(borders=(0, 19, 20))
+    assert "no sliding windows" in why_not(borders=(0, 10, 20), window_left=8)
+    assert why_not(borders=(0, 10, 20), window_left=9) is None
+
+
+def test_flash_attn_4_knows_its_limits(monkeypatch):
+    def why_not(head_size=128, softcap=None):
+        q = queries(head_size=head_size)
+        return BY_NAME["flash_attn_4"].refuses(q, q, Variant(True, softcap=softcap))
+
+    assert why_not() is None and "80" in why_not(head_size=80)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "Blackwell" in why_not(softcap=50.0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_attn_4, "_differentiates_softcap", lambda: False)
+    assert "upgrade flash-attn-4" in why_not(softcap=50.0)
+    monkeypatch.setattr(flash_attn_4, "_differentiates_softcap", lambda: True)
+    assert why_not(softcap=50.0) is None
+
+
+def test_torch_flash_knows_its_limits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def why_not(q, borders=None):
+        return BY_NAME["torch_flash"].refuses(q, q, Variant(True, borders=borders))
+
+    assert why_not(queries(head_size=256)) is None and "20" in why_not(queries(head_size=20))
+    many = torch.zeros((), dtype=torch.bfloat16).expand(2, 40000, 4, 64)
+    assert "at most 65535 documents" in why_not(many, borders=tuple(range(40001)))
 
 
 def test_describes_this_machine():
     rows = {row["kernel"]: row for row in describe("cpu")}
     assert list(rows) == [kernel.name for kernel in KERNELS]
     assert rows["cpu_flash"]["on this cpu"] == rows["reference"]["on this cpu"] == "yes"
+    assert rows["reference"]["soft cap"] == "yes" and rows["cpu_flash"]["soft cap"] == "no"
+    assert rows["cudnn"]["windows"] == "no" and rows["torch_flash"]["documents"] == "packed"
     assert "NVIDIA" in rows["cudnn"]["on this cpu"] and rows["cudnn"]["deterministic backward"] == "no"
 
 
@@ -107,6 +185,8 @@ def test_chooses_on_a_gpu(announcements):
         if BY_NAME[name].why_not(half, half, causal=True) is None
     ]
     assert choose(half, half, causal=True).name == usable[0]
+    assert choose(half, half, causal=True, borders=tuple(range(7))).name != "cudnn"
+    assert choose(half, half, causal=True, window_left=2).name in ("flash_attn_4", "torch_flash")
     assert choose(half.float(), half.float(), causal=True).name == "reference"
     assert announcements.records[-1].levelname == "WARNING" and "not float32" in announcements.records[-1].getMessage()
 

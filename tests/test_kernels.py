@@ -5,108 +5,31 @@ The kernels for GPUs are skipped where there is none; `pytest -m cuda -rs tests/
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from kernel_cases import (
+    BY_NAME,
+    CUDA,
+    SCALE,
+    anywhere,
+    assert_as_good_as_torch,
+    assert_exact,
+    blockwise,
+    error,
+    on_cpu,
+    on_cuda,
+    one_call,
+    tensors,
+    truth,
+)
 
 from easy_context import kernels
-from easy_context.kernels import KERNELS
-
-BY_NAME = {kernel.name: kernel for kernel in KERNELS}
-CPU = ("cpu_flash", "reference")
-CUDA = ("flash_attn_4", "cudnn", "torch_flash")
-on_cpu = pytest.mark.parametrize("name", CPU)
-on_cuda = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.cuda) for name in CUDA])
-anywhere = pytest.mark.parametrize("name", [*CPU, *(pytest.param(n, marks=pytest.mark.cuda) for n in CUDA)])
-SCALE = 0.3  # none of the defaults, so that a scale forgotten shows
-
-
-def tensors(name, q_length, k_length, heads, head_size, dtype, batch=2):
-    """`(q, k, v, dout)` with `heads` (query, KV), where the kernel called `name` lives; skips where it cannot run."""
-    if name in CUDA and not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU on this machine")
-    random = torch.Generator().manual_seed(q_length + 7 * k_length + head_size)
-    shapes = [(q_length, heads[0]), (k_length, heads[1]), (k_length, heads[1]), (q_length, heads[0])]
-    q, k, v, dout = (
-        torch.randn(batch, length, count, head_size, generator=random, dtype=torch.float64).to(
-            "cuda" if name in CUDA else "cpu", dtype
-        )
-        for length, count in shapes
-    )
-    if reason := BY_NAME[name].why_not(q, k, causal=q_length == k_length):
-        pytest.skip(f"{name}: {reason}")
-    return q, k, v, dout
-
-
-def attention(q, k, v, dout, causal, *backends):
-    """`[out, dq, dk, dv]` of torch's attention in the precision of the inputs."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with sdpa_kernel(list(backends)):
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in leaves), is_causal=causal, scale=SCALE, enable_gqa=True
-        ).transpose(1, 2)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def truth(q, k, v, dout, causal):
-    """`[out, dq, dk, dv, lse]` in float64, by torch's plain mathematics."""
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * SCALE
-    if causal:
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return [*attention(q, k, v, dout, causal, SDPBackend.MATH), scores.logsumexp(-1)]
-
-
-def one_call(name, q, k, v, dout, causal):
-    kernel = BY_NAME[name]
-    out, lse = kernel.forward(q, k, v, causal=causal, scale=SCALE)
-    return [out, *kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=SCALE), lse]
 
 
 def ring(name, q, k, v, dout, causal):
-    """The same as `one_call` from blocks of half the queries and keys, merged through lse, as a ring does it."""
-    kernel = BY_NAME[name]
+    """The same as `one_call` from blocks of half the queries and keys."""
     q_halves, k_halves = ([slice(0, x.shape[1] // 2), slice(x.shape[1] // 2, x.shape[1])] for x in (q, k))
-    blocks = [(i, j) for i in range(2) for j in range(2) if not causal or i >= j]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros_like(q, dtype=dtype)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
-    for i, j in blocks:
-        rows, keys = q_halves[i], k_halves[j]
-        part, part_lse = kernel.forward(q[:, rows], k[:, keys], v[:, keys], causal=causal and i == j, scale=SCALE)
-        merged = torch.logaddexp(lse[:, :, rows], part_lse)
-        old, new = ((x - merged).exp().transpose(1, 2)[..., None] for x in (lse[:, :, rows], part_lse))
-        out[:, rows], lse[:, :, rows] = out[:, rows] * old + part * new, merged
-    out = out.to(q.dtype)
-    grads = [torch.zeros_like(x, dtype=dtype) for x in (q, k, v)]
-    for i, j in blocks:
-        rows, keys = q_halves[i], k_halves[j]
-        inputs = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
-        parts = kernel.backward(*inputs, causal=causal and i == j, scale=SCALE)
-        for grad, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
-            grad[:, where] += part
-    return [out, *grads, lse]
-
-
-def error(a, b):
-    assert a.shape == b.shape and a.isfinite().all()
-    return ((a.double() - b.double()).norm() / (b.double().norm() + 0.1)).item()  # some gradients are exactly 0
-
-
-def assert_exact(results, expected, tolerance):
-    for what, a, b in zip(("out", "dq", "dk", "dv", "lse"), results, expected, strict=True):
-        assert error(a, b) < tolerance, what
-
-
-def assert_as_good_as_torch(results, q, k, v, dout, causal):
-    """At most twice the error of torch's own attention in the same precision, each against float64."""
-    expected = truth(q, k, v, dout, causal)
-    flash = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
-    for what, a, b, own in zip(
-        ("out", "dq", "dk", "dv"), results, expected, attention(q, k, v, dout, causal, *flash), strict=False
-    ):
-        assert error(a, b) <= 2 * error(own, b), (what, error(a, b), error(own, b))
-    assert results[4].dtype == torch.float32 and error(results[4], expected[4]) < 1e-4
+    pairs = [(i, j) for i in range(2) for j in range(2) if not causal or i >= j]
+    blocks = [(q_halves[i], k_halves[j], {"causal": causal and i == j}) for i, j in pairs]
+    return blockwise(name, blocks, q, k, v, dout)
 
 
 LENGTHS = [(37, 37, True), (37, 37, False), (23, 61, False), (61, 23, False), (1, 1, True), (5, 1, False)]

@@ -17,6 +17,7 @@ from .cudnn import CuDNN
 from .flash_attn_4 import FlashAttn4
 from .reference import Reference
 from .torch_flash import TorchFlash
+from .variant import Variant
 
 KERNELS: tuple[Kernel, ...] = (FlashAttn4(), CuDNN(), TorchFlash(), CpuFlash(), Reference())  # fastest first
 VARIABLE = "EASY_CONTEXT_KERNEL"
@@ -25,8 +26,18 @@ logger = logging.getLogger("easy_context")
 _announced: set[tuple] = set()
 
 
-def choose(q: Tensor, k: Tensor, *, causal: bool, name: str | None = None) -> Kernel:
+def choose(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    window_left: int | None = None,
+    softcap: float | None = None,
+    borders: tuple[int, ...] | None = None,
+    name: str | None = None,
+) -> Kernel:
     """The fastest kernel that can do forward and backward of q `[B, S_q, H, D]` over k `[B, S_k, H_kv, D]`.
+    `variant.Variant` says what `window_left`, `softcap` and `borders` mean.
 
     `name`, else the environment variable EASY_CONTEXT_KERNEL, insists on one. Each distinct choice is logged
     once, as a warning with the reasons where a faster kernel for this device is passed over.
@@ -36,20 +47,21 @@ def choose(q: Tensor, k: Tensor, *, causal: bool, name: str | None = None) -> Ke
     """
     source = "name" if name else VARIABLE
     name = name or os.environ.get(VARIABLE)
+    variant = Variant(causal, window_left, softcap, borders)
+    if error := wrong_inputs(q, k, variant):
+        raise ValueError(f"attention impossible: {error}")
     if name:
         kernel = _named(name, source)
-        if reason := kernel.why_not(q, k, causal=causal):
+        if reason := kernel.why_not(q, k, **variant._asdict()):
             raise ValueError(f"attention kernel {name!r}, asked for by {source}, cannot do this: {reason}")
         _announce(logging.INFO, kernel.name, f"asked for by {source}")
         return kernel
 
-    if error := wrong_inputs(q, k, causal=causal):
-        raise ValueError(f"attention impossible: {error}")
     passed_over: list[str] = []
     for kernel in KERNELS:
         if kernel.unfit(q.device):
             continue
-        if reason := kernel.why_not(q, k, causal=causal):
+        if reason := kernel.why_not(q, k, **variant._asdict()):
             passed_over.append(f"{kernel.name}: {reason}")
             continue
         if passed_over:
@@ -69,6 +81,9 @@ def describe(on: str | None = None) -> list[dict[str, str]]:
             "kernel": kernel.name,
             "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes),
             "head sizes": kernel.head_sizes,
+            "windows": "yes" if kernel.windows else "no",
+            "soft cap": "yes" if kernel.softcaps else "no",
+            "documents": "packed" if kernel.packs else "one by one",
             "deterministic backward": "yes" if kernel.deterministic else "no",
             f"on this {where.type}": kernel.unfit(where) or kernel.missing(where) or "yes",
         }

@@ -7,7 +7,8 @@ keys is the sum of backward calls over blocks of keys (FlashAttention-2, https:/
 section 3).
 
 Layout: q, out, dout `[B, S_q, H, D]`; k, v `[B, S_k, H_kv, D]`, H a multiple of H_kv; lse `[B, H, S_q]` in
-float32, or float64 for float64 inputs. `causal` means S_q == S_k, aligned. The scale is always explicit.
+float32, or float64 for float64 inputs. The scale is always explicit. `causal` means S_q == S_k, aligned; windows, soft
+caps and packed documents are those of `variant.Variant`.
 
 This base handles, once for all backends:
   - nothing to attend to (B, H, S_q or S_k is 0): out 0, lse -inf, gradients 0; no backend sees an empty
@@ -15,14 +16,17 @@ This base handles, once for all backends:
   - rows whose lse is -inf in the backward (they saw no key anywhere): the backend is handed +inf instead,
     with which flash kernels fill their own padding rows: exp(score - inf) is exactly 0, and so is the row's
     gradient;
-  - head vectors that are not contiguous: kernels may read them wrongly without a word, so they are copied.
-A new capability (windows, documents) is a keyword argument here and one more reason in `refuses`.
+  - head vectors that are not contiguous: kernels may read them wrongly without a word, so they are copied;
+  - documents, one after the other, for kernels that do not take them packed, and whatever else a kernel has to
+    compute in pieces (`split`): pieces have rows of their own, dk and dv are summed in float32.
 """
 
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+
+from .variant import Piece, Variant
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -38,8 +42,8 @@ def must_be_deterministic() -> bool:
     return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def wrong_inputs(q: Tensor, k: Tensor, *, causal: bool) -> str | None:
-    """Why no kernel whatsoever takes these shapes, or None."""
+def wrong_inputs(q: Tensor, k: Tensor, variant: Variant) -> str | None:
+    """Why no kernel whatsoever takes these inputs, or None."""
     if q.dtype != k.dtype or q.device != k.device:
         return f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}"
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -47,9 +51,7 @@ def wrong_inputs(q: Tensor, k: Tensor, *, causal: bool) -> str | None:
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads and (not kv_heads or heads % kv_heads):
         return f"{heads} query heads are not a multiple of {kv_heads} KV heads"
-    if causal and q.shape[1] != k.shape[1]:
-        return f"causal attention needs as many queries as keys, not {q.shape[1]} and {k.shape[1]}"
-    return None
+    return variant.wrong(q.shape[1], k.shape[1])
 
 
 class Kernel(ABC):
@@ -59,24 +61,64 @@ class Kernel(ABC):
     dtypes: tuple[torch.dtype, ...]
     head_sizes: str  # for people; `refuses` decides
     deterministic: bool  # is the backward bit-reproducible when torch asks for it (`must_be_deterministic`)?
+    windows: bool = False
+    softcaps: bool = False
+    packs: bool = False  # does `compute` take all documents in one call?
 
-    def why_not(self, q: Tensor, k: Tensor, *, causal: bool) -> str | None:
-        """Why this kernel cannot do forward and backward of these inputs, for the user; None if it can."""
-        reason = wrong_inputs(q, k, causal=causal) or self.unfit(q.device) or self.missing(q.device)
-        if reason is None and q.dtype not in self.dtypes:
-            reason = f"takes {', '.join(_short(dtype) for dtype in self.dtypes)}, not {_short(q.dtype)}"
-        if reason is None and must_be_deterministic() and not self.deterministic:
-            reason = "its backward is not deterministic, and torch.use_deterministic_algorithms is on"
-        return reason or self.refuses(q, k, causal=causal)
+    def why_not(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool,
+        window_left: int | None = None,
+        softcap: float | None = None,
+        borders: tuple[int, ...] | None = None,
+    ) -> str | None:
+        """Why this kernel cannot do forward and backward of these inputs, for the user; None if it can.
+        Reasons do not depend on lengths, so that not every new length is news."""
+        variant = Variant(causal, window_left, softcap, borders)
+        reason = wrong_inputs(q, k, variant) or self.unfit(q.device) or self.missing(q.device)
+        if reason:
+            return reason
+        if q.dtype not in self.dtypes:
+            return f"takes {', '.join(_short(dtype) for dtype in self.dtypes)}, not {_short(q.dtype)}"
+        if must_be_deterministic() and not self.deterministic:
+            return "its backward is not deterministic, and torch.use_deterministic_algorithms is on"
+        variant = variant.simplified(q.shape[1], k.shape[1])
+        if variant.window_left is not None and not self.windows:
+            return "has no sliding windows"
+        if variant.softcap is not None and not self.softcaps:
+            return "has no soft cap"
+        return self.refuses(q, k, variant)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` of softmax(scale q k^T) v, for inputs that `why_not` accepts."""
-        _assert_well_formed(q, k, v, causal)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window_left: int | None = None,
+        softcap: float | None = None,
+        borders: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` of softmax(scale q k^T) v, or of its `Variant`, for inputs that `why_not` accepts."""
+        variant = Variant(causal, window_left, softcap, borders)
+        _assert_well_formed(q, k, v, variant)
+        batch, length, heads, _ = q.shape
         if q.numel() == 0 or k.numel() == 0:
-            batch, length, heads, _ = q.shape
             return q.new_zeros(q.shape), q.new_full((batch, heads, length), -torch.inf, dtype=lse_dtype(q))
         q, k, v = map(_readable, (q, k, v))
-        return self.compute(q, k, v, causal=causal, scale=scale)
+        variant = variant.simplified(length, k.shape[1])
+        pieces = self._pieces(q, k, variant)
+        if pieces is None:
+            return self.compute(q, k, v, variant, scale)
+        out, lse = q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=lse_dtype(q))
+        for rows, keys, part in pieces:
+            out[:, rows], lse[:, :, rows] = self.compute(q[:, rows], k[:, keys], v[:, keys], part, scale)
+        return out, lse
 
     def backward(
         self,
@@ -89,17 +131,32 @@ class Kernel(ABC):
         *,
         causal: bool,
         scale: float,
+        window_left: int | None = None,
+        softcap: float | None = None,
+        borders: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)` that flow through the keys `k`, in the inputs' dtype. `out` and `lse` belong to the
         softmax over all keys, of which `k` may be a part: the sum of calls over all parts is the gradient."""
-        _assert_well_formed(q, k, v, causal)
+        variant = Variant(causal, window_left, softcap, borders)
+        _assert_well_formed(q, k, v, variant)
         assert dout.shape == out.shape == q.shape, (dout.shape, out.shape, q.shape)
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]), (lse.shape, q.shape)
         if q.numel() == 0 or k.numel() == 0:
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         dout, q, k, v, out = map(_readable, (dout, q, k, v, out))
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        return self.compute_backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+        variant = variant.simplified(q.shape[1], k.shape[1])
+        pieces = self._pieces(q, k, variant)
+        if pieces is None:
+            dq, dk, dv = self.compute_backward(dout, q, k, v, out, lse, variant, scale)
+        else:
+            dq, (dk, dv) = q.new_empty(q.shape), (x.new_zeros(x.shape, dtype=lse_dtype(x)) for x in (k, v))
+            for rows, keys, part in pieces:
+                inputs = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
+                dq[:, rows], dk_part, dv_part = self.compute_backward(*inputs, part, scale)
+                dk[:, keys] += dk_part
+                dv[:, keys] += dv_part
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     @abstractmethod
     def unfit(self, device: torch.device) -> str | None:
@@ -109,17 +166,32 @@ class Kernel(ABC):
         """What has to be installed before this fitting device can run the kernel, or None."""
         return None
 
-    def refuses(self, q: Tensor, k: Tensor, *, causal: bool) -> str | None:
-        """Which property of well-formed inputs, other than their dtype, the kernel cannot handle, or None."""
+    def refuses(self, q: Tensor, k: Tensor, variant: Variant) -> str | None:
+        """Which property of well-formed inputs, other than what the attributes say, it cannot handle, or None."""
+        return None
+
+    def split(self, q: Tensor, k: Tensor, variant: Variant) -> list[Piece] | None:
+        """The pieces in which it has to compute this; None: in one call. Without borders, unless it `packs`."""
         return None
 
     @abstractmethod
-    def compute(self, q, k, v, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """`forward` without empty inputs, last dimensions contiguous."""
+    def compute(self, q, k, v, variant: Variant, scale: float) -> tuple[Tensor, Tensor]:
+        """`forward` of a piece, not empty, last dimensions contiguous."""
 
     @abstractmethod
-    def compute_backward(self, dout, q, k, v, out, lse, *, causal: bool, scale: float) -> tuple[Tensor, ...]:
-        """`backward` without empty inputs, last dimensions contiguous, lse never -inf."""
+    def compute_backward(self, dout, q, k, v, out, lse, variant: Variant, scale: float) -> tuple[Tensor, ...]:
+        """`backward` of a piece, not empty, last dimensions contiguous, lse never -inf; dk and dv may be wider."""
+
+    def _pieces(self, q: Tensor, k: Tensor, variant: Variant) -> list[Piece] | None:
+        if variant.borders is None or self.packs:
+            return self.split(q, k, variant)
+        pieces = []
+        for start, end in zip(variant.borders, variant.borders[1:], strict=False):
+            document = variant._replace(borders=None).simplified(end - start, end - start)
+            whole = [Piece(slice(0, end - start), slice(0, end - start), document)]
+            for rows, keys, part in self.split(q[:, start:end], k[:, start:end], document) or whole:
+                pieces.append(Piece(_moved(rows, start), _moved(keys, start), part))
+        return pieces
 
 
 def unless_nvidia(device: torch.device, majors: range) -> str | None:
@@ -136,8 +208,12 @@ def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
-def _assert_well_formed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    error = wrong_inputs(q, k, causal=causal)
+def _moved(where: slice, by: int) -> slice:
+    return slice(where.start + by, where.stop + by)
+
+
+def _assert_well_formed(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> None:
+    error = wrong_inputs(q, k, variant)
     assert error is None, error
     assert k.shape == v.shape and k.dtype == v.dtype, (k.shape, k.dtype, v.shape, v.dtype)
 

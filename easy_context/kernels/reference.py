@@ -1,13 +1,14 @@
-"""Attention as in the textbook, for any device, dtype and head size: what is left where nothing faster can.
+"""Attention as in the textbook, for any device, dtype, head size and variant: what is left where nothing faster can.
 
 Computes in float32 (float64 for float64 inputs) whatever the input is. Query rows are handled in tiles, so
 scores `[S_q, S_k]` never exist whole: those of a tile, `[B, H, rows, S_k]`, have about `TILE` elements. Under
-the causal mask a tile stops at its last query's key, which halves the work.
+the causal mask a tile stops at its last query's key, which halves the work; under a window it begins at its first's.
 """
 
 import torch
 
 from .base import HALVES, Kernel, lse_dtype
+from .variant import row_tiles
 
 TILE = 1 << 24  # scores alive at once; 64 MiB in float32
 
@@ -17,45 +18,38 @@ class Reference(Kernel):
     dtypes = (torch.float64, torch.float32, *HALVES)
     head_sizes = "any"
     deterministic = True
+    windows = True
+    softcaps = True
 
     def unfit(self, device):
         return None
 
-    def compute(self, q, k, v, *, causal, scale):
-        dtype, (batch, length, heads, _) = lse_dtype(q), q.shape
-        out, lse = torch.empty_like(q), q.new_empty((batch, heads, length), dtype=dtype)
-        k, v = k.to(dtype), v.to(dtype)
-        for rows, keys in _tiles(q, k, causal):
-            scores = _scores(q[:, rows].to(dtype), k[:, keys], rows, causal, scale)
-            tile_lse = scores.logsumexp(-1, keepdim=True)
-            out[:, rows] = _per_head(scores.sub_(tile_lse).exp_(), v[:, keys])
-            lse[:, :, rows] = tile_lse.flatten(1, 2).squeeze(-1)
-        return out, lse
+    def split(self, q, k, variant):
+        batch, length, heads, _ = q.shape
+        rows = max(1, TILE // (batch * heads * k.shape[1]))
+        return None if rows >= length else row_tiles(length, k.shape[1], variant, rows)
 
-    def compute_backward(self, dout, q, k, v, out, lse, *, causal, scale):
-        dtype, kv_heads = lse_dtype(q), k.shape[2]
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-        k, v = k.to(dtype), v.to(dtype)
-        for rows, keys in _tiles(q, k, causal):
-            q_tile, dout_tile = q[:, rows].to(dtype), dout[:, rows].to(dtype)
-            tile_lse = lse[:, :, rows].to(dtype).unflatten(1, (kv_heads, -1)).unsqueeze(-1)
-            probs = _scores(q_tile, k[:, keys], rows, causal, scale).sub_(tile_lse).exp_()
-            dv[:, keys] += torch.einsum("bhgqk,bqhgd->bkhd", probs, _grouped(dout_tile, kv_heads))
-            delta = (dout_tile * out[:, rows]).sum(-1).transpose(1, 2)  # the sum over keys of probs * dprobs
-            dprobs = torch.einsum("bqhgd,bkhd->bhgqk", _grouped(dout_tile, kv_heads), v[:, keys])
-            dscores = dprobs.sub_(delta.unflatten(1, (kv_heads, -1)).unsqueeze(-1)).mul_(probs).mul_(scale)
-            dq[:, rows] = _per_head(dscores, k[:, keys])
-            dk[:, keys] += torch.einsum("bhgqk,bqhgd->bkhd", dscores, _grouped(q_tile, kv_heads))
-        return dq, dk.to(q.dtype), dv.to(q.dtype)
+    def compute(self, q, k, v, variant, scale):
+        scores, _ = _scores(*_precise(q, k), variant, scale)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = _per_head(scores.sub_(lse).exp_(), *_precise(v))
+        return out.to(q.dtype), lse.flatten(1, 2).squeeze(-1)
+
+    def compute_backward(self, dout, q, k, v, out, lse, variant, scale):
+        dtype, kv_heads = q.dtype, k.shape[2]
+        dout, q, k, v, out = _precise(dout, q, k, v, out)
+        scores, slope = _scores(q, k, variant, scale)
+        probs = scores.sub_(lse.to(q.dtype).unflatten(1, (kv_heads, -1)).unsqueeze(-1)).exp_()
+        dv = torch.einsum("bhgqk,bqhgd->bkhd", probs, _grouped(dout, kv_heads))
+        delta = (dout * out).sum(-1).transpose(1, 2)  # the sum over keys of probs * dprobs
+        dprobs = torch.einsum("bqhgd,bkhd->bhgqk", _grouped(dout, kv_heads), v)
+        dscores = dprobs.sub_(delta.unflatten(1, (kv_heads, -1)).unsqueeze(-1)).mul_(probs).mul_(slope)
+        dk = torch.einsum("bhgqk,bqhgd->bkhd", dscores, _grouped(q, kv_heads))
+        return _per_head(dscores, k).to(dtype), dk, dv
 
 
-def _tiles(q, k, causal):
-    """Slices of query rows, each with the slice of keys that it may see."""
-    batch, length, heads, _ = q.shape
-    step = max(1, TILE // (batch * heads * k.shape[1]))
-    for start in range(0, length, step):
-        end = min(start + step, length)
-        yield slice(start, end), slice(0, end if causal else k.shape[1])
+def _precise(*tensors):
+    return tuple(tensor.to(lse_dtype(tensor)) for tensor in tensors)
 
 
 def _grouped(x, kv_heads):
@@ -63,15 +57,18 @@ def _grouped(x, kv_heads):
     return x.unflatten(2, (kv_heads, -1))
 
 
-def _scores(q, k, rows, causal, scale):
-    """`[B, H_kv, G, rows, keys]`, -inf where a key lies after its query."""
+def _scores(q, k, variant, scale):
+    """Scores `[B, H_kv, G, S_q, S_k]`, -inf where a query does not see the key, and their slopes by q k^T."""
     scores = torch.einsum("bqhgd,bkhd->bhgqk", _grouped(q, k.shape[2]), k).mul_(scale)
-    if causal:
-        positions = torch.arange(k.shape[1], device=q.device)
-        scores.masked_fill_(positions > positions[rows, None], -torch.inf)
-    return scores
+    slope = scale
+    if variant.softcap is not None:
+        scores.div_(variant.softcap).tanh_()
+        slope = (1 - scores.square()).mul_(scale)
+        scores.mul_(variant.softcap)
+    hidden = variant.hidden(q.shape[1], k.shape[1], q.device)
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), slope
 
 
 def _per_head(weights, x):
-    """Weighted sums of keys' vectors, `[B, rows, H, D]`."""
+    """Weighted sums of keys' vectors, `[B, S_q, H, D]`."""
     return torch.einsum("bhgqk,bkhd->bqhgd", weights, x).flatten(2, 3)

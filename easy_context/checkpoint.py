@@ -20,6 +20,20 @@ logger = logging.getLogger(__name__)
 MANIFEST = "complete.json"
 
 
+def claim_output_dir(directory: Path, accelerator, *, resume: bool, overwrite: bool) -> None:
+    """Make the directory; ValueError on every rank where it holds something and neither flag says what to do with it.
+    `overwrite` removes the checkpoints of an earlier run."""
+    from accelerate.utils import broadcast_object_list
+
+    [used] = broadcast_object_list([directory.is_dir() and any(directory.iterdir())])
+    if used and not resume and not overwrite:
+        raise ValueError(f"--output-dir {directory} is in use: --resume, --overwrite-output-dir, or take another one")
+    if accelerator.is_main_process:
+        directory.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+
+
 def save_checkpoint(accelerator, directory: str | Path, step: int, settings: dict) -> Path:
     """Write weights, optimizer and random states to `directory/step_<step>`; every rank calls it.
 

@@ -55,12 +55,14 @@ def check_deepspeed_file(settings: StepSettings) -> None:
             raise ValueError(f'{name}: {key} is {said}, the flags say {value}: set it to "auto"')
 
 
-def make_accelerator(settings: StepSettings, *, seed: int, trackers: list[str], tracker_dir: str | None):
+def make_accelerator(settings: StepSettings, *, seed: int, tracker: str | None, tracker_dir: Path | str):
     """An `Accelerator` over NCCL, or over gloo on machines without an accelerator.
 
-    `seed` orders the data; `trackers` are names that Accelerate knows. Gradients are accumulated by count
+    `seed` orders the data; `tracker` is a name that Accelerate knows. Gradients are accumulated by count
     alone, across the ends of epochs. Raises ValueError for a tracker that is unknown or not installed.
     """
+    import datasets
+    import transformers
     from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
     from accelerate.utils import GradientAccumulationPlugin
 
@@ -75,19 +77,20 @@ def make_accelerator(settings: StepSettings, *, seed: int, trackers: list[str], 
         mixed_precision="bf16" if settings.bf16 else "no",
         dataloader_config=DataLoaderConfiguration(data_seed=seed, dispatch_batches=False),
         gradient_accumulation_plugin=GradientAccumulationPlugin(settings.accumulate, sync_with_dataloader=False),
-        log_with=trackers or None,
-        project_dir=tracker_dir,
+        log_with=tracker,
+        project_dir=str(tracker_dir),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if cpu and deepspeed else [],
     )
-    missing = set(trackers) - {str(tracker) for tracker in accelerator.log_with}
-    if missing:
-        raise ValueError(f"tracker {missing.pop()!r} is not installed: pip install it, or leave it out")
+    if tracker and not accelerator.log_with:
+        raise ValueError(f"tracker {tracker!r} is not installed: pip install it, or leave it out")
     if accelerator.state.deepspeed_plugin is not None:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config.update(settings.deepspeed())
         if config["zero_optimization"]["stage"] == 3:
             config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
         logging.getLogger("easy_context").setLevel(logging.ERROR)
     return accelerator
 

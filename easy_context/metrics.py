@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 # Dense bf16 FLOP/s from the vendors' data sheets; the first name that occurs in the device's name counts.
 PEAK_BF16 = {
@@ -65,19 +66,38 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
-class MetricsFile:
-    """One JSON object a step, appended to a file. Beginning at a step drops the records past it: those of a
-    run that went on beyond the checkpoint from which this one resumes."""
+class Reporter:
+    """Tells of every step: in `metrics.jsonl`, to the trackers, on a progress bar."""
 
-    def __init__(self, path: Path, step: int):
-        self.path = path
-        lines = path.read_text().splitlines() if step and path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+    def __init__(self, accelerator, path: Path, *, start: int, steps: int, tokens: int, flops: float):
+        """Start after step `start` of `steps`, each of `tokens` and `flops` on all devices together. Records of later
+        steps in the file are dropped: an earlier run went on beyond the checkpoint from which this one resumes."""
+        self.accelerator, self.path, self.tokens, self.flops = accelerator, path, tokens, flops
+        peak = peak_flops(accelerator.device)
+        self.peak = peak and peak * accelerator.num_processes
+        if accelerator.is_main_process:
+            lines = path.read_text().splitlines() if start and path.exists() else []
+            path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= start))
+        self.bar = tqdm(total=steps, initial=start, unit="step", disable=not accelerator.is_main_process)
 
-    def append(self, record: dict) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    def __call__(self, record: dict, seconds: float) -> None:
+        """Complete and report a step's record (`step`, `loss`, ...); every rank calls it."""
+        from accelerate.utils import gather_object
+
+        record["seconds"] = seconds
+        record["tokens_per_second"] = self.tokens / seconds
+        record["mfu"] = self.peak and self.flops / seconds / self.peak
+        record["peak_memory_gib"] = max(gather_object([peak_memory_gib(self.accelerator.device)]))
+        if self.accelerator.is_main_process:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        known = {name: value for name, value in record.items() if value is not None}
+        self.accelerator.log(known, step=record["step"])
+        self.bar.set_postfix_str(progress_line(record), refresh=False)
+        self.bar.update()
+
+    def close(self) -> None:
+        self.bar.close()
 
 
 def progress_line(record: dict) -> str:

@@ -1,0 +1,213 @@
+"""Rows from anything, and loaders under which a group's ranks agree and groups do not overlap."""
+
+import json
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset, DatasetDict
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset as MapDataset
+
+from easy_context import init_seq_parallel, prepare_dataloader
+from easy_context.data import collate, micro_batches
+from easy_context.dataset import load_tokenized
+from tests.harness import spawn
+
+ROWS = {"input_ids": [list(range(20)), list(range(30, 37)), list(range(40, 48))]}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+class Letters:
+    """A tokenizer: a letter is a token, its place in the alphabet."""
+
+    eos_token_id = 0
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[ord(letter) - 96 for letter in text] for text in texts]}
+
+
+def saved(path, kind):
+    data = Dataset.from_dict(ROWS)
+    if kind == "saved":
+        data.save_to_disk(path)
+    elif kind == "splits":
+        DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(path)
+    elif kind == "parquet":
+        data.to_parquet(path / "part" / "0.parquet")
+        (path / "README.md").write_text("not data")
+    else:
+        data.to_json(path / f"rows.{kind}")
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["saved", "splits", "parquet", "jsonl", "json"])
+def test_tokenized_rows_are_cut_and_losses_reported(tmp_path, kind, caplog):
+    rows = load_tokenized(saved(tmp_path / "data", kind), seq_length=8)
+    assert [row["input_ids"].tolist() for row in rows] == [[*range(8)], [*range(8, 16)], [*range(40, 48)]]
+    assert "11 of 35 tokens dropped" in caplog.text and "1 of 3 rows are shorter" in caplog.text
+
+
+def test_rows_of_the_right_length_are_taken_as_they_are(tmp_path, caplog):
+    Dataset.from_dict({"input_ids": [[1, 2, 3]] * 2, "other": ["a", "b"]}).save_to_disk(tmp_path / "data")
+    rows = load_tokenized(str(tmp_path / "data"), seq_length=3)
+    assert rows.column_names == ["input_ids"] and len(rows) == 2 and not caplog.text
+
+
+def test_text_is_one_stream_with_an_end_after_every_document(tmp_path, caplog):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "deep" / "b.py").write_text("defgh")
+    (tmp_path / "deep" / "config.json").write_text("z")
+    (tmp_path / "picture.png").write_bytes(b"\x89\xff\0")
+    (tmp_path / ".hidden").write_text("zzzz")
+    rows = load_tokenized(str(tmp_path), seq_length=5, tokenizer=Letters())
+    assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 0, 4], [5, 6, 7, 8, 0]]
+    assert "left out 1 files" in caplog.text
+    (tmp_path / "a.txt").write_text("xyz")  # a changed file is not answered from a cache
+    assert load_tokenized(str(tmp_path), seq_length=5, tokenizer=Letters())[0]["input_ids"].tolist()[:3] == [24, 25, 26]
+
+
+def test_labels_and_masks_are_cut_along_and_shifted_once():
+    ids = torch.arange(1, 9).view(2, 4)
+    plain = collate([{"input_ids": row} for row in ids])
+    assert plain["target_ids"].tolist() == [[2, 3, 4, -100], [6, 7, 8, -100]]
+    masked = collate([{"input_ids": row, "loss_mask": [True, False, True, True]} for row in ids.tolist()])
+    assert masked["target_ids"].tolist() == [[-100, 3, 4, -100], [-100, 7, 8, -100]]
+    labelled = collate([{"input_ids": row, "labels": [-100, 50, -100, 60]} for row in ids.tolist()])
+    assert labelled["target_ids"].tolist() == [[50, -100, 60, -100]] * 2
+    assert torch.equal(labelled["input_ids"], ids)
+
+
+def test_a_mask_is_cut_with_its_row(tmp_path):
+    Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5]], "loss_mask": [[0, 1, 1, 0, 1]]}).save_to_disk(tmp_path / "data")
+    rows = load_tokenized(str(tmp_path / "data"), seq_length=2)
+    assert [row["loss_mask"].tolist() for row in rows] == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        ({}, "no table and no UTF-8 text"),
+        ({"rows.jsonl": json.dumps({"tokens": [1, 2]})}, "neither a column 'input_ids' nor 'text'"),
+        ({"rows.jsonl": json.dumps({"input_ids": [1, 2]})}, "none of its 1 rows has --seq-length 4 tokens"),
+        ({"rows.jsonl": json.dumps({"input_ids": [1] * 4, "labels": [1] * 3})}, "'labels' of row 0 is not as long"),
+        ({"rows.jsonl": json.dumps({k: [1] * 4 for k in ("input_ids", "labels", "loss_mask")})}, "has both"),
+        ({"short.txt": "ab"}, "holds 3 tokens, fewer than --seq-length 4"),
+        ({"a.jsonl": "{}", "b.parquet": ""}, "mixes"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(tmp_path, content, message):
+    for name, text in (content or {}).items():
+        (tmp_path / name).write_text(text)
+    place = tmp_path if content is not None else tmp_path / "missing"
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load_tokenized(str(place), seq_length=4, tokenizer=Letters())
+
+
+def test_a_missing_split_or_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no split 'validation'"):
+        load_tokenized(saved(tmp_path / "data", "splits"), seq_length=4, split="validation")
+    (tmp_path / "long.txt").write_text("a" * 20)
+    with pytest.raises(ValueError, match="takes a tokenizer"):
+        load_tokenized(str(tmp_path / "long.txt"), seq_length=4)
+
+
+# --- loaders
+
+COUNT = 24
+
+
+class Noisy(MapDataset):
+    """Samples that are augmented at random, in the loader's workers."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return {"index": index, "noise": torch.rand(())}
+
+
+class Stream(IterableDataset):
+    """A stream in an order drawn from its own generator."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        yield from ({"index": i} for i in torch.randperm(COUNT, generator=self.generator).tolist())
+
+
+def fresh_accelerator(rank: int) -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(100 + rank)  # left to themselves, ranks would draw differently
+    return Accelerator(cpu=True)
+
+
+def read_epochs(rank: int, world: int, mode: str, sp_size: int, kind: str):
+    """Two epochs of batches, the second again without its first two, and the noise of the first."""
+    multiprocessing.current_process()._config["daemon"] = False  # lets the loader start a worker of its own
+    accelerator = fresh_accelerator(rank)
+    init_seq_parallel(sp_size)
+    dataset = Stream() if kind == "stream" else Noisy()
+    options = {} if kind == "stream" else {"shuffle": kind == "shuffled", "num_workers": int(sp_size > 1)}
+    loader = prepare_dataloader(mode, DataLoader(dataset, batch_size=2, **options), accelerator)
+    epochs = [list(loader), list(loader)]
+    loader.set_epoch(1)
+    resumed = list(skip_first_batches(loader, 2))
+    indices = [[batch["index"].tolist() for batch in epoch] for epoch in (*epochs, resumed)]
+    return indices, [batch["noise"].tolist() for batch in epochs[0] if "noise" in batch]
+
+
+@pytest.mark.parametrize(
+    ("mode", "sp_size", "kind"),
+    [
+        ("zigzag_ring_attn", 2, "shuffled"),
+        ("usp_attn", 2, "in order"),
+        ("ulysses_attn", 2, "stream"),
+        ("dist_flash_attn", 4, "stream"),
+        ("data_parallel", 1, "shuffled"),
+    ],
+)
+def test_a_group_sees_the_same_batches_and_groups_share_nothing(mode, sp_size, kind):
+    ranks = spawn(read_epochs, 4, mode, sp_size, kind)
+    groups = [ranks[start : start + sp_size] for start in range(0, 4, sp_size)]
+    assert all(rank == group[0] for group in groups for rank in group)
+    for epoch in range(2):
+        seen = [i for group in groups for batch in group[0][0][epoch] for i in batch]
+        assert sorted(seen) == list(range(COUNT))
+    for (first, second, resumed), _ in ranks:
+        assert resumed == second[2:]
+        assert (first == second) == (kind == "in order")
+
+
+def test_resuming_reads_what_an_uninterrupted_run_would_have_read():
+    accelerator = fresh_accelerator(0)
+    loader = prepare_dataloader("zigzag_ring_attn", DataLoader(Noisy(), batch_size=4, shuffle=True), accelerator)
+    batches = micro_batches(loader, 0)
+    whole = [next(batches)["index"].tolist() for _ in range(15)]
+    for consumed in (0, 5, 6, 8, 13):
+        batches = micro_batches(loader, consumed)
+        assert [next(batches)["index"].tolist() for _ in range(15 - consumed)] == whole[consumed:]
+
+
+def test_deepspeed_learns_the_batch_size_and_unknown_modes_are_refused():
+    filled = {}
+    plugin = SimpleNamespace(fill_match=lambda key, must_match, **values: filled.update(values))
+    accelerator = fresh_accelerator(0)
+    stand_in = SimpleNamespace(**{name: getattr(accelerator, name) for name in ("device", "even_batches")})
+    stand_in.dataloader_config, stand_in.non_blocking = accelerator.dataloader_config, False
+    stand_in.state = SimpleNamespace(deepspeed_plugin=plugin)
+    prepare_dataloader("zigzag_ring_attn", DataLoader(Noisy(), batch_size=3), stand_in)
+    assert filled == {"train_micro_batch_size_per_gpu": 3}
+    with pytest.raises(ValueError, match="unknown mode 'nonsense'"):
+        prepare_dataloader("nonsense", DataLoader(Noisy()), accelerator)

@@ -11,6 +11,8 @@ _HOME = {
     "remove_seq_parallel_monkey_patch": "monkey_patch",
     "prepare_seq_parallel_inputs": "inputs",
     "unshard_sequence": "inputs",
+    "sequence_parallel_attention": "attention",
+    "shard_sequence": "attention",
     "prepare_dataloader": "data",
     "init_seq_parallel": "mesh",
     "seq_parallel_loss": "loss",

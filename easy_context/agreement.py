@@ -46,48 +46,62 @@ def _fingerprint(tensor: torch.Tensor | None) -> list[int]:
     return [rows, columns, *torch.stack([mixed.sum(), (mixed >> 17).sum()]).tolist()]
 
 
-def whole_positions(group: dist.ProcessGroup | None, layout: Layout, local: torch.Tensor, fault: str | None):
-    """Positions `[B, S]` of the whole sequence on the CPU, from every rank's `[B, S_local]`.
+def gather_sequence(
+    group: dist.ProcessGroup | None, layout: Layout, local: torch.Tensor, fault: str | None = None
+) -> torch.Tensor:
+    """The whole sequence `[..., S]`, on the CPU, from every rank's shard `[..., S_local]` of integers.
 
     `fault` is what this rank found wrong with its own inputs, or None. ValueError on every rank where any rank has a
-    fault or the shapes differ."""
-    header = torch.zeros(3 + _FAULT_BYTES, dtype=torch.int64)
-    header[:3] = torch.tensor([*local.shape, fault is not None])
-    text = (fault or "").encode()[:_FAULT_BYTES]
-    header[3 : 3 + len(text)] = torch.tensor(list(text), dtype=torch.int64)
-    headers = gather(group, header)
-    for rank, other in enumerate(headers):
-        if other[2]:
-            message = bytes(other[3:].tolist()).rstrip(b"\0").decode(errors="replace")
+    fault, or where the shapes differ."""
+    header = torch.zeros(_HEADER, dtype=torch.int64)
+    header[: local.dim()] = torch.tensor(local.shape)
+    text = torch.tensor(list((fault or "").encode()[:_FAULT_BYTES]), dtype=torch.int64)
+    header[_SHAPE : _SHAPE + len(text)] = text
+    headers = torch.stack(gather(group, header))
+    for rank, bytes_of_text in enumerate(headers[:, _SHAPE:]):
+        if bytes_of_text.any():
+            message = bytes(bytes_of_text[bytes_of_text != 0].tolist()).decode(errors="replace")
             raise ValueError(f"rank {rank} of the sequence-parallel group: {message}")
-    shapes = [tuple(other[:2].tolist()) for other in headers]
+    shapes = [tuple(shape[: local.dim()].tolist()) for shape in headers]
     if len(set(shapes)) > 1:
         raise ValueError(
             f"the ranks of the sequence-parallel group hold shards of different shapes {shapes}: "
             "shard every input with prepare_seq_parallel_inputs"
         )
-    return torch.cat(gather(group, local), 1).cpu()[:, layout.inverse(local.shape[1] * layout.world)]
+    whole = torch.cat(gather(group, local), -1).cpu()
+    return whole[..., layout.inverse(whole.shape[-1])]
 
 
-_FAULT_BYTES = 200
+_SHAPE, _FAULT_BYTES = 4, 200
+_HEADER = _SHAPE + _FAULT_BYTES
 
 
-def documents_of(positions: torch.Tensor) -> Documents | None:
-    """Borders of packed documents in `[B, S]` positions; None where every row is one document.
+def documents_of(positions: torch.Tensor, visible: torch.Tensor) -> Documents | None:
+    """Borders of the documents of a batch, from `[B, S]` positions and a mask of real tokens; None where every row is
+    one document.
 
     A position that falls back to 0 starts a document; equal neighbours and jumps ahead continue one (padding repeats
-    the last position). ValueError for positions that fall back to anything but 0: such a row is not a sequence of
-    documents, but shards in a wrong order, or positions made for something else."""
-    falls = positions[:, 1:] < positions[:, :-1]
-    starts = positions[:, 1:] == 0
-    if (falls & ~starts).any():
-        row, at = (falls & ~starts).nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids fall from {positions[row, at].item()} to {positions[row, at + 1].item()} at token {at + 1} "
-            f"of row {row}: only a fall to 0 starts a document. Shard inputs once, by prepare_seq_parallel_inputs, and "
-            "pass its local_position_ids"
-        )
-    if not starts.any():
-        return None
-    length = positions.shape[1]
-    return tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in starts)
+    the last position). Masked tokens, left or right or between documents, are documents of their own: nothing real
+    sees them. ValueError where positions fall back to anything but 0 (such a row is no sequence of documents, but
+    shards in a wrong order), and for a hole inside a document."""
+    borders = [_borders(row, seen.bool()) for row, seen in zip(positions, visible, strict=True)]
+    return None if all(len(row) == 2 for row in borders) else tuple(borders)
+
+
+def _borders(positions: torch.Tensor, visible: torch.Tensor) -> tuple[int, ...]:
+    real = visible.nonzero().flatten()  # falls and holes are looked for among the real tokens
+    before, after = positions[real[:-1]], positions[real[1:]]
+    starts = (after == 0) | (after < before)
+    for wrong, text in (
+        (starts & (after != 0), "position_ids fall to {}, but only a fall to 0 starts a document"),
+        (~starts & (real.diff() > 1), "attention_mask has a hole before position {}, inside a document"),
+    ):
+        if wrong.any():
+            at = int(wrong.nonzero()[0]) + 1
+            raise ValueError(
+                text.format(int(positions[real[at]])) + f" (token {int(real[at])}). Shard inputs once, by "
+                "prepare_seq_parallel_inputs, and pass what it returns"
+            )
+    changes = (visible[1:] != visible[:-1]).nonzero().flatten() + 1
+    inner = sorted({*real[1:][starts].tolist(), *changes.tolist()})
+    return (0, *inner, len(positions))

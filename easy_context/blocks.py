@@ -1,10 +1,10 @@
 """Attention between pieces of one sequence: first which blocks exist, then their sum.
 
 A rank holds some spans of the sequence's queries and, at a given moment, some spans of its keys. `plan_blocks` is a
-pure function that lists the rectangles a kernel has to compute, in local indices: spans before a query span are
-attended whole, the span itself causally, later ones not at all. Documents (packed sequences) only cut rectangles
-smaller: of a query span and an earlier key span exactly one document can touch both, the one that runs across the
-border, so its block is again a plain rectangle and needs no mask.
+pure function that lists the kernel calls, in local indices: spans before a query span are attended whole, the span
+itself causally, later ones not at all. Documents (packed sequences) and sliding windows only cut these rectangles
+smaller. Of two different spans exactly one document can touch both, the one that runs across the border, so such a
+block stays a plain rectangle; of a window, the rectangle's corner that no query sees is left to the kernel.
 
 `Partial` then adds up block results in float32 (float64 for float64 inputs) through their log-sum-exp, the merge of
 blockwise attention (https://arxiv.org/abs/2310.01889) in the sigmoid form, which neither overflows nor loses the
@@ -12,47 +12,61 @@ smaller part when partial maxima differ by hundreds. The backward of a block tak
 log-sum-exp, hence gradients of blocks are summed without any rescaling.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from .kernels import choose
+from .kernels.merge import merge
 from .layout import Span
 
-Documents = tuple[tuple[int, ...], ...]  # per row: 0 = first start < ... < sequence length, the documents' borders
+Documents = tuple[tuple[int, ...], ...]  # per row the documents' borders: 0 < ... < sequence length
 
 
 @dataclass(frozen=True)
 class Block:
-    """One kernel call: rows `batch`, queries `q` and keys `k` in local indices; causal only between equal ranges."""
+    """One kernel call, in local indices: rows `batch`, queries `q`, keys `k`; masks as in `kernels.base.Kernel`."""
 
     batch: slice
     q: slice
     k: slice
     causal: bool
+    window_left: int | None = None
+    borders: tuple[int, ...] | None = None
 
 
 def plan_blocks(
-    q_spans: Sequence[Span], k_spans: Sequence[Span], *, causal: bool, documents: Documents | None = None
+    q_spans: Sequence[Span],
+    k_spans: Sequence[Span],
+    *,
+    causal: bool,
+    window: int | None = None,
+    documents: Documents | None = None,
 ) -> list[Block]:
-    """The blocks between query spans and key spans of one sequence, each ascending, in the order in which they lie in
-    the local tensors. A query span and a key span are equal, or they do not overlap."""
-    if documents is not None:
-        rows = [(slice(None), documents[0])] if len(set(documents)) == 1 else _rows(documents)
-        return [Block(batch, q, k, c) for batch, borders in rows for q, k, c in _cut(q_spans, k_spans, causal, borders)]
-    if not causal:
-        return [Block(slice(None), slice(0, _length(q_spans)), slice(0, _length(k_spans)), False)]
-    if list(q_spans) == list(k_spans):  # local order is the order of the sequence: one causal call does it
-        return [Block(slice(None), slice(0, _length(q_spans)), slice(0, _length(k_spans)), True)]
-    return _merge(_rectangles(q_spans, k_spans))
+    """The blocks between query spans and key spans of one sequence, both in the order of the local tensors.
+
+    A query span and a key span are equal, or they do not overlap. `window` w: a query sees the keys q - w < k <= q."""
+    assert window is None or causal, "windows are causal"
+    if documents is None and window is None:
+        if list(q_spans) == list(k_spans) or not causal:  # local order is the sequence's: one call does it
+            return [Block(_ALL, slice(0, _length(q_spans)), slice(0, _length(k_spans)), causal)]
+        return _merge(list(_pairs(q_spans, k_spans, causal, None, None, _ALL)))
+    if documents is None or len(set(documents)) == 1:
+        return list(_pairs(q_spans, k_spans, causal, window, documents and documents[0], _ALL))
+    return [
+        block
+        for row, borders in enumerate(documents)
+        for block in _pairs(q_spans, k_spans, causal, window, borders, slice(row, row + 1))
+    ]
+
+
+_ALL = slice(None)
 
 
 def _length(spans: Sequence[Span]) -> int:
     return sum(end - start for start, end in spans)
-
-
-def _rows(documents: Documents):
-    return [(slice(row, row + 1), borders) for row, borders in enumerate(documents)]
 
 
 def _local(spans: Sequence[Span]):
@@ -63,17 +77,50 @@ def _local(spans: Sequence[Span]):
         offset += end - start
 
 
-def _rectangles(q_spans, k_spans) -> list[Block]:
-    blocks = []
+def _pairs(q_spans, k_spans, causal: bool, window: int | None, borders: tuple[int, ...] | None, batch: slice):
     for q_start, q_end, q_at in _local(q_spans):
         for k_start, k_end, k_at in _local(k_spans):
-            same = (q_start, q_end) == (k_start, k_end)
-            assert same or k_end <= q_start or k_start >= q_end, (q_spans, k_spans)
-            if same or k_end <= q_start:
-                q = slice(q_at, q_at + q_end - q_start)
-                k = slice(k_at, k_at + k_end - k_start)
-                blocks.append(Block(slice(None), q, k, same))
-    return blocks
+            if (q_start, q_end) == (k_start, k_end):
+                cut = _borders_within(borders, q_start, q_end)
+                left = None if window is None or window >= q_end - q_start else window - 1
+                q, k = slice(q_at, q_at + q_end - q_start), slice(k_at, k_at + k_end - k_start)
+                yield Block(batch, q, k, causal, left, cut)
+                continue
+            assert k_end <= q_start or q_end <= k_start, (q_spans, k_spans)
+            if causal and k_start > q_start:
+                continue
+            cut = _rectangle((q_start, q_end), (k_start, k_end), window, borders)
+            if cut is not None:
+                (q_low, q_high), (k_low, k_high), left = cut
+                q = slice(q_at + q_low - q_start, q_at + q_high - q_start)
+                k = slice(k_at + k_low - k_start, k_at + k_high - k_start)
+                yield Block(batch, q, k, False, left)
+
+
+def _borders_within(borders: tuple[int, ...] | None, start: int, end: int) -> tuple[int, ...] | None:
+    """Document borders inside a span, counted from its start; None where it lies within one document."""
+    inner = [b - start for b in borders or () if start < b < end]
+    return (0, *inner, end - start) if inner else None
+
+
+def _rectangle(q: Span, k: Span, window: int | None, borders: tuple[int, ...] | None):
+    """`(q, k, window_left)`: the part of two spans of which one lies before the other that sees anything, or None."""
+    earlier, later = (k, q) if k < q else (q, k)
+    (q_low, q_high), (k_low, k_high), left = q, k, None
+    if borders is not None:
+        index = bisect_right(borders, earlier[1] - 1)
+        first, last = borders[index - 1], borders[index]  # the document of the earlier span's last token
+        if last <= later[0]:
+            return None
+        (q_low, q_high), (k_low, k_high) = [(max(low, first), min(high, last)) for low, high in (q, k)]
+    if window is not None:
+        k_low = max(k_low, q_low - window + 1)
+        q_high = min(q_high, k_high - 1 + window)
+        if k_low >= k_high or q_low >= q_high:
+            return None
+        if q_high - 1 - k_low >= window:
+            left = window - 1 + k_high - q_high
+    return (q_low, q_high), (k_low, k_high), left
 
 
 def _merge(blocks: list[Block]) -> list[Block]:
@@ -82,39 +129,27 @@ def _merge(blocks: list[Block]) -> list[Block]:
         merged: list[Block] = []
         for block in blocks:
             last = merged[-1] if merged else None
-            mergeable = last is not None and not (block.causal or last.causal)
             if (
-                mergeable
+                last is not None
+                and not (block.causal or last.causal)
                 and getattr(last, other) == getattr(block, other)
                 and getattr(last, side).stop == getattr(block, side).start
             ):
                 joined = slice(getattr(last, side).start, getattr(block, side).stop)
-                merged[-1] = Block(
-                    block.batch,
-                    joined if side == "q" else block.q,
-                    joined if side == "k" else block.k,
-                    False,
-                )
+                merged[-1] = replace(block, **{side: joined})
             else:
                 merged.append(block)
         blocks = merged
     return blocks
 
 
-def _cut(q_spans, k_spans, causal: bool, borders: tuple[int, ...]):
-    """`(q, k, causal)` of every rectangle that lies within one document."""
-    for first, last in zip(borders, borders[1:], strict=False):
-        for q_start, q_end, q_at in _local(q_spans):
-            q_low, q_high = max(q_start, first), min(q_end, last)
-            if q_low >= q_high:
-                continue
-            for k_start, k_end, k_at in _local(k_spans):
-                k_low, k_high = max(k_start, first), min(k_end, last)
-                if k_low >= k_high or (causal and k_low >= q_high):
-                    continue
-                q = slice(q_at + q_low - q_start, q_at + q_high - q_start)
-                k = slice(k_at + k_low - k_start, k_at + k_high - k_start)
-                yield q, k, causal and (k_low, k_high) == (q_low, q_high)
+@dataclass(frozen=True)
+class Scores:
+    """How a layer turns q and k into scores, and which kernel computes them (None: the fastest that can)."""
+
+    scale: float
+    softcap: float | None = None
+    kernel: str | None = None
 
 
 class Partial:
@@ -142,35 +177,26 @@ class Partial:
         return self.out.to(self.dtype), self.lse
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
-    """In place: `(out, lse)` becomes the attention over both key sets. A row without keys has lse -inf, out 0."""
-    weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0.0)  # [B, H, S]
-    out.lerp_(block_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
-    torch.logaddexp(lse, block_lse, out=lse)
-
-
-def attend(kernel_of, q, k, v, blocks: Sequence[Block], partial: Partial, *, scale: float) -> None:
+def attend(q, k, v, blocks: Sequence[Block], partial: Partial, scores: Scores) -> None:
     """Compute `blocks` of q `[B, S_q, H, D]` against k, v `[B, S_k, H_kv, D]` and merge them into `partial`."""
     for b in blocks:
-        q_block, k_block, v_block = q[b.batch, b.q], k[b.batch, b.k], v[b.batch, b.k]
-        kernel = kernel_of(q_block, k_block, causal=b.causal)
-        partial.add(*kernel.forward(q_block, k_block, v_block, causal=b.causal, scale=scale), b.batch, b.q)
+        qkv = q[b.batch, b.q], k[b.batch, b.k], v[b.batch, b.k]
+        kernel, how = _call(b, *qkv[:2], scores)
+        partial.add(*kernel.forward(*qkv, scale=scores.scale, **how), b.batch, b.q)
 
 
-def attend_backward(kernel_of, dout, q, k, v, out, lse, blocks: Sequence[Block], dq, dk, dv, *, scale: float) -> None:
+def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], dq, dk, dv, scores: Scores) -> None:
     """Add the gradients of `blocks` to dq, dk, dv (float32 or more, shapes of q, k, v); `out`, `lse` are global."""
     for b in blocks:
-        q_block, k_block, v_block = q[b.batch, b.q], k[b.batch, b.k], v[b.batch, b.k]
-        kernel = kernel_of(q_block, k_block, causal=b.causal)
-        grads = kernel.backward(
-            dout[b.batch, b.q],
-            q_block,
-            k_block,
-            v_block,
-            out[b.batch, b.q],
-            lse[b.batch, :, b.q],
-            causal=b.causal,
-            scale=scale,
-        )
-        for total, where, grad in ((dq, b.q, grads[0]), (dk, b.k, grads[1]), (dv, b.k, grads[2])):
+        rows = b.batch, b.q
+        qkv = q[rows], k[b.batch, b.k], v[b.batch, b.k]
+        kernel, how = _call(b, *qkv[:2], scores)
+        grads = kernel.backward(dout[rows], *qkv, out[rows], lse[b.batch, :, b.q], scale=scores.scale, **how)
+        for total, where, grad in zip((dq, dk, dv), (b.q, b.k, b.k), grads, strict=True):
             total[b.batch, where] += grad
+
+
+def _call(b: Block, q: torch.Tensor, k: torch.Tensor, scores: Scores):
+    masks = {"window_left": b.window_left, "softcap": scores.softcap, "borders": b.borders}
+    how = {"causal": b.causal, **{name: value for name, value in masks.items() if value is not None}}
+    return choose(q, k, name=scores.kernel, **how), how

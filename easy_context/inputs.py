@@ -25,6 +25,7 @@ def prepare_seq_parallel_inputs(
     world_size: int,
     device: torch.device | str,
     *,
+    attention_mask: torch.Tensor | None = None,
     ring_degree: int | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """This rank's shard of a batch.
@@ -37,10 +38,12 @@ def prepare_seq_parallel_inputs(
         rank, world_size: the global ones (`accelerator.process_index`, `accelerator.num_processes`). The process
             groups map them to the sequence-parallel group; without a process group the function is pure.
         device: where the shards go.
+        attention_mask: `[B, S]`, 0 for padding (left or right), of a padded batch.
         ring_degree: degree of the ring in `usp_attn`, where `init_seq_parallel` did not say it already.
 
     Returns `local_input_ids`, `local_position_ids`, `local_target_ids`, each `[B, S_local]` int64 on `device`. A length
-    that does not divide is padded at the end: the padding repeats the last position and has target -100.
+    that does not divide is padded at the end: the padding repeats the last position and has target -100. With an
+    attention_mask also `local_attention_mask`, to be passed to the model.
 
     Raises ValueError, on every rank of the group, for an unknown mode, an empty sequence, shapes that do not fit, or
     ranks that hold different batches.
@@ -56,38 +59,39 @@ def prepare_seq_parallel_inputs(
         layout, sp_rank = mode.layout(mesh.sp_size, mesh.ring_size), mesh.sp_rank
     else:
         mesh, layout, sp_rank = None, mode.layout(world_size, ring_degree), rank
+    given = {"input_ids": input_ids, "position_ids": position_ids, "target_ids": target_ids}
+    given["attention_mask"] = attention_mask
     if mesh is not None and layout.world > 1:
-        check_same(mesh.sp_group, input_ids=input_ids, position_ids=position_ids, target_ids=target_ids)
-    _check_shapes(input_ids, position_ids, target_ids)
+        check_same(mesh.sp_group, **given)
+    _check_shapes(**given)
 
     batch, length = input_ids.shape
     if position_ids is None:
         position_ids = torch.arange(length, device=input_ids.device)[None]
     position_ids = position_ids.expand(batch, -1)
     own = layout.indices(layout.padded_length(length), sp_rank if layout.world > 1 else 0).to(input_ids.device)
-    within = own.clamp(max=length - 1)
-    targets = None
-    if target_ids is not None:
-        targets = target_ids[:, within].masked_fill(own >= length, IGNORED).to(device)
-    return {
+    within, padding = own.clamp(max=length - 1), own >= length
+    local = {
         "local_input_ids": input_ids[:, within].to(device),
         "local_position_ids": position_ids[:, within].to(device),
-        "local_target_ids": targets,
+        "local_target_ids": None,
     }
+    if target_ids is not None:
+        local["local_target_ids"] = target_ids[:, within].masked_fill(padding, IGNORED).to(device)
+    if attention_mask is not None:
+        local["local_attention_mask"] = attention_mask[:, within].masked_fill(padding, 0).to(device)
+    return local
 
 
-def _check_shapes(input_ids, position_ids, target_ids) -> None:
-    if input_ids.dim() != 2 or 0 in input_ids.shape:
-        raise ValueError(
-            f"input_ids must be a batch of sequences [B, S] of at least one token, not {tuple(input_ids.shape)}"
-        )
-    rows = (1, input_ids.shape[0])
-    if position_ids is not None and (
-        position_ids.dim() != 2 or position_ids.shape[0] not in rows or position_ids.shape[1] != input_ids.shape[1]
-    ):
-        raise ValueError(f"position_ids {tuple(position_ids.shape)} do not fit input_ids {tuple(input_ids.shape)}")
-    if target_ids is not None and target_ids.shape != input_ids.shape:
-        raise ValueError(f"target_ids {tuple(target_ids.shape)} do not fit input_ids {tuple(input_ids.shape)}")
+def _check_shapes(input_ids, position_ids, **others) -> None:
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"input_ids must be a batch of sequences [B, S] of at least one token, not {shape}")
+    if position_ids is not None and tuple(position_ids.shape) not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids {tuple(position_ids.shape)} do not fit input_ids {shape}")
+    for name, tensor in others.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} {tuple(tensor.shape)} do not fit input_ids {shape}")
 
 
 def unshard_sequence(seq_algo: str, local: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:

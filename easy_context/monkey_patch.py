@@ -22,7 +22,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from .agreement import documents_of, whole_positions
+from .agreement import documents_of, gather_sequence
 from .kernels import KERNELS
 from .mesh import current_mesh
 from .modes import AttentionContext, Mode, get_mode
@@ -215,16 +215,15 @@ def _enter(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
                 "position_ids=local_position_ids) with what prepare_seq_parallel_inputs returns"
             )
         positions = torch.arange(local_length, device=tokens.device)[None]
-    whole = whole_positions(
-        mesh.sp_group if layout.world > 1 else None,
-        layout,
-        positions.expand(batch, -1),
-        _fault(kwargs.get("attention_mask"), (batch, local_length)),
-    )
+    mask = kwargs.get("attention_mask")
+    fault = _fault(mask, (batch, local_length))
+    visible = torch.ones_like(positions) if mask is None or fault else mask.to(positions)
+    both = torch.stack([positions.expand(batch, -1), visible.expand(batch, -1)])
+    whole, visible = gather_sequence(mesh.sp_group if layout.world > 1 else None, layout, both, fault)
     context = AttentionContext(
         layout=layout,
         seq_len=whole.shape[1],
-        documents=documents_of(whole),
+        documents=documents_of(whole, visible),
         kernel=patch.kernel,
         **groups_of(mesh),
     )
@@ -263,8 +262,6 @@ def _fault(mask: torch.Tensor | None, shape: tuple[int, int]) -> str | None:
         return "only 2-D attention masks are supported, not additive or 4-D ones"
     if mask.shape != shape:
         return f"attention_mask {tuple(mask.shape)} does not fit a shard of {shape}: shard it, or leave it out"
-    if not mask.all():
-        return "attention_mask has zeros: leave the mask out, pad on the right and set the labels of padding to -100"
     return None
 
 
@@ -293,25 +290,30 @@ def attention_forward(
     if CONTEXT not in kwargs:
         raise ValueError(f"{type(module).__name__} does not hand keyword arguments to its attention: not supported")
     mode, ctx = kwargs[CONTEXT]
-    _refuse_layer(module, query, key, value, attention_mask, kwargs, ctx)
+    _refuse_layer(module, query, key, value, attention_mask, kwargs)
+    layer = ctx.for_layer(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=kwargs.get("sliding_window") or (attention_mask if isinstance(attention_mask, WindowMask) else None),
+        softcap=kwargs.get("softcap"),
+    )
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and value.dtype != torch.float64:  # rotation made queries and keys float32
+        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    mode.validate(ctx, q.shape[2], k.shape[2])
-    return mode.attention(q, k, v, ctx, scale=q.shape[-1] ** -0.5 if scaling is None else scaling), None
+    mode.validate(layer, q.shape[2], k.shape[2])
+    with torch.autocast(device, enabled=False):
+        return mode.attention(q, k, v, layer), None
 
 
-def _refuse_layer(module, query, key, value, mask, kwargs: dict, ctx: AttentionContext) -> None:
-    window = kwargs.get("sliding_window") or (mask if isinstance(mask, WindowMask) else None)
+def _refuse_layer(module, query, key, value, mask, kwargs: dict) -> None:
     faults = {
         "dropout in attention (set attention_dropout=0)": kwargs.get("dropout"),
-        "a soft cap on attention scores (attn_logit_softcapping)": kwargs.get("softcap") is not None,
         "attention sinks": kwargs.get("s_aux") is not None,
         "a bias on attention scores": kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None,
         "an additive attention mask": mask is not None and not isinstance(mask, WindowMask),
         "attention that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
         "keys from a cache": key.shape[2] != query.shape[2],
         "values of another head size than keys": value.shape[3] != key.shape[3],
-        f"a sliding window of {window} tokens over a sequence of {ctx.seq_len} (shorter sequences and "
-        "sliding_window=None are fine)": window is not None and window < ctx.seq_len,
     }
     for what, present in faults.items():
         if present:

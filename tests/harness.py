@@ -110,7 +110,9 @@ def _call(module: str, name: str, rank: int, world: int, port: int, args: tuple)
     os.environ.update({**address, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)})
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS // 2))
-        return True, getattr(import_module(module), name)(rank, world, *args)
+        value = getattr(import_module(module), name)(rank, world, *args)
+        dist.barrier()  # rank 0 keeps the store: it must not leave while another rank still sets up groups
+        return True, value
     except Exception:
         return False, traceback.format_exc()
     finally:

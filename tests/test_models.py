@@ -53,10 +53,15 @@ def step(model, mode, ids, targets, rank, world, ring_degree=None):
     logits = model(local["local_input_ids"], position_ids=local["local_position_ids"]).logits
     loss, reported = seq_parallel_loss(logits, local["local_target_ids"])
     loss.backward()
-    for p in model.parameters():  # what DDP does: the mean over ranks
+    average_gradients(model, world)
+    return reported.item(), unshard_sequence(mode, logits.detach(), length=ids.shape[1]), gradients(model)
+
+
+def average_gradients(model, world: int) -> None:
+    """What DDP does."""
+    for p in model.parameters():
         dist.all_reduce(p.grad)
         p.grad /= world
-    return reported.item(), unshard_sequence(mode, logits.detach(), length=ids.shape[1]), gradients(model)
 
 
 def check(results, truth, bound):
@@ -85,3 +90,86 @@ def test_families(family):
     ids, targets = batch_of(32)
     results = spawn(parallel, 2, "zigzag_ring_attn", family, ids, targets, None, config)
     check(results, serial(family, ids, targets, **config), LOOSE.get(family, EXACT))
+
+
+# --- batches as real training has them ------------------------------------------------------------------------------
+
+
+def padded_batch(side: str):
+    """Rows of 41, 17 and 2 tokens, padded to 41."""
+    ids, targets = batch_of(41, batch=3)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate((41, 17, 2)):
+        hidden = slice(length, None) if side == "right" else slice(0, 41 - length)
+        mask[row, hidden] = 0
+        targets[row, hidden] = -100
+        if side == "right":
+            targets[row, length - 1] = -100
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return ids, targets, mask, positions
+
+
+def padded_step(rank, world, mode, family, ids, targets, mask, positions, config):
+    apply_seq_parallel_monkey_patch(mode, family.removesuffix("_text"))
+    model = tiny_model(family, **config).train()
+    local = prepare_seq_parallel_inputs(mode, ids, positions, targets, rank, world, "cpu", attention_mask=mask)
+    logits = model(
+        local["local_input_ids"],
+        position_ids=local["local_position_ids"],
+        attention_mask=local["local_attention_mask"],
+    ).logits
+    loss, reported = seq_parallel_loss(logits, local["local_target_ids"])
+    loss.backward()
+    average_gradients(model, world)
+    whole = unshard_sequence(mode, logits.detach(), length=ids.shape[1])
+    return reported.item(), whole * mask[..., None], gradients(model)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "mode, world", [("zigzag_ring_attn", 4), ("dist_flash_attn", 2), ("ulysses_attn", 3), ("usp_attn", 4)]
+)
+def test_padded_batches(mode, world, side):
+    ids, targets, mask, positions = padded_batch(side)
+    model = tiny_model().train()
+    logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    loss.backward()
+    truth = loss.item(), logits.detach() * mask[..., None], gradients(model)
+    check(spawn(padded_step, world, mode, "llama", ids, targets, mask, positions, {}), truth, EXACT)
+
+
+@pytest.mark.parametrize("window", [5, 30])
+@pytest.mark.parametrize(
+    "mode, world", [("zigzag_ring_attn", 4), ("dist_flash_attn", 3), ("ulysses_attn", 2), ("usp_attn", 4)]
+)
+def test_sliding_windows(mode, world, window):
+    ids, targets = batch_of(41)
+    config = {"sliding_window": window}
+    results = spawn(parallel, world, mode, "mistral", ids, targets, None, config)
+    check(results, serial("mistral", ids, targets, **config), EXACT)
+
+
+@pytest.mark.parametrize(
+    "family, config",
+    [
+        # soft caps, which transformers' SDPA ignores, in every layer, a window in every other
+        ("gemma2", {"sliding_window": 6, "attn_implementation": "eager"}),
+        ("gemma3_text", {"sliding_window": 6, "num_hidden_layers": 6}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+        ("phi3", {"sliding_window": 6}),
+    ],
+)
+def test_windows_and_soft_caps_of_families(family, config):
+    ids, targets = batch_of(30)
+    results = spawn(parallel, 2, "zigzag_ring_attn", family, ids, targets, None, config)
+    check(results, serial(family, ids, targets, **config), LOOSE.get(family, EXACT))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_mixture_of_experts(family):
+    config = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config["experts_implementation"] = "eager"  # the other ones take no float64
+    ids, targets = batch_of(30)
+    results = spawn(parallel, 2, "zigzag_ring_attn", family, ids, targets, None, config)
+    check(results, serial(family, ids, targets, **config), 1e-5)  # the router computes in float32

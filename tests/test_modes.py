@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from easy_context.kernels import KERNELS
 from easy_context.modes import AttentionContext, available_modes, get_mode
 from easy_context.modes.dist_flash_attn import schedule
 from easy_context.modes.ulysses_attn import deal_heads, kv_of_each_query
@@ -32,7 +33,7 @@ def dense_attention(q, k, v, scale, causal=True, documents=None):
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    allowed = torch.ones(q.shape[0], length, length, dtype=torch.bool)
+    allowed = torch.ones(q.shape[0], length, length, dtype=torch.bool, device=q.device)
     if causal:
         allowed = allowed.tril()
     if documents is not None:
@@ -57,10 +58,10 @@ def sharded(mode_name, world, ring_degree, q, k, v, dout, *, kernel=None, **mask
     length = q.shape[1]
 
     def work(rank, groups):
-        ctx = AttentionContext(layout=layout, seq_len=length, kernel=kernel, **groups, **mask)
+        ctx = AttentionContext(layout=layout, seq_len=length, scale=0.3, kernel=kernel, **groups, **mask)
         own = layout.indices(length, rank).to(q.device)
         leaves = [t[:, own].clone().requires_grad_() for t in (q, k, v)]
-        out = mode.attention(*leaves, ctx, scale=0.3)
+        out = mode.attention(*leaves, ctx)
         out.backward(dout[:, own])
         return out.detach(), *[leaf.grad for leaf in leaves]
 
@@ -175,3 +176,42 @@ def test_unknown_mode_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="zigzag_ring_attn"):
         get_mode("zigzag")
     assert "usp_attn" in available_modes()
+
+
+# --- on a GPU: every kernel that can be chosen, all ranks of a world on one device ------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "cudnn", "torch_flash"])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(
+    "mode, world, ring_degree",
+    [
+        *[
+            (mode, world, None)
+            for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
+            for world in (2, 3, 8)
+        ],
+        ("usp_attn", 4, 2),
+        ("usp_attn", 8, 4),
+    ],
+)
+def test_bf16_on_cuda_within_twice_the_error_of_one_call(mode, world, ring_degree, head_size, kernel):
+    if reason := cuda_kernel_missing(kernel):
+        pytest.skip(reason)
+    length = get_mode(mode).layout(world, ring_degree).padded_length(1536)
+    data = [t.cuda() for t in inputs(batch=1, length=length, heads=16, kv_heads=4, head_size=head_size)]
+    truth = one_process(*data)
+    low = [t.bfloat16() for t in data]
+    alone = sharded("data_parallel", 1, None, *low, kernel=kernel)
+    split = sharded(mode, world, ring_degree, *low, kernel=kernel)
+    for name, got, one_call, wanted in zip(("out", "dq", "dk", "dv"), split, alone, truth, strict=True):
+        assert error(got.double(), wanted) <= 2 * error(one_call.double(), wanted), name
+
+
+def cuda_kernel_missing(name: str) -> str | None:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    kernel = next(k for k in KERNELS if k.name == name)
+    q = torch.zeros(1, 16, 16, 128, dtype=torch.bfloat16, device="cuda")
+    return kernel.why_not(q, q, causal=True)

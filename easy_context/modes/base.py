@@ -1,31 +1,32 @@
 """What a mode is: a layout, and attention over the shards of that layout.
 
-`AttentionContext` is everything a mode may know about one forward pass besides q, k and v. It is made once per model
-forward and shared by all layers, in recomputation too.
+`AttentionContext` is everything a mode may know about one attention call besides q, k and v. It is made once per model
+forward, in which all layers share its plans, and serves recomputation too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..blocks import Block, Documents, plan_blocks
+from ..blocks import Block, Documents, Scores, plan_blocks
 from ..comm import Comm, ProcessGroupComm
-from ..kernels import choose
 from ..layout import Layout, Span
 from ..mesh import SeqParallelMesh
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """One forward pass over one sequence (or one batch of sequences of equal length).
+    """One layer's attention over one sequence (or one batch of sequences of equal length).
 
     Attributes:
         layout: who holds which tokens; ranks count within the sequence-parallel group.
         seq_len: padded length of the whole sequence, in tokens.
+        sequence, ring, ulysses: the three groups.
         causal: whether a token sees only itself and earlier ones.
         documents: borders of packed documents per row, or None where every row is one document.
+        window: sliding window w, q - k < w, or None.
+        scale, softcap: scores are `scale * q.k`, then `softcap * tanh(score / softcap)` if there is a soft cap.
         kernel: name of the attention kernel, or None for the fastest that can.
-        sequence, ring, ulysses: the three groups.
     """
 
     layout: Layout
@@ -35,22 +36,39 @@ class AttentionContext:
     ulysses: Comm
     causal: bool = True
     documents: Documents | None = None
+    window: int | None = None
+    scale: float = 1.0
+    softcap: float | None = None
     kernel: str | None = None
-    _plans: dict = field(default_factory=dict, compare=False, repr=False)
+    _plans: dict = field(default_factory=dict, compare=False, repr=False)  # shared by the layers of a forward
 
-    def blocks(self, q_spans: list[Span], k_spans: list[Span]) -> list[Block]:
-        """`plan_blocks` under this context's mask, computed once per forward."""
-        key = (*q_spans, None, *k_spans)
-        if key not in self._plans:
-            self._plans[key] = plan_blocks(q_spans, k_spans, causal=self.causal, documents=self.documents)
-        return self._plans[key]
+    def for_layer(self, **changes) -> "AttentionContext":
+        """The same sequence for a layer of its own scale, soft cap or window; plans stay shared."""
+        return replace(self, **changes)
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.scale, self.softcap, self.kernel)
 
     def ring_spans(self) -> list[list[Span]]:
         """What each rank of the ring holds."""
         return [self.layout.ring_spans(self.seq_len, rank) for rank in range(self.layout.ring)]
 
-    def kernel_of(self, q, k, *, causal: bool):
-        return choose(q, k, causal=causal, name=self.kernel)
+    def blocks(self, q_spans: list[Span], k_spans: list[Span]) -> list[Block]:
+        """`plan_blocks` under this context's masks, computed once per forward."""
+        window = None if self.window is None or self.window >= self.seq_len else self.window
+        key = (self.causal, window, *q_spans, None, *k_spans)
+        if key not in self._plans:
+            masks = {"causal": self.causal, "window": window, "documents": self.documents}
+            self._plans[key] = plan_blocks(q_spans, k_spans, **masks)
+        return self._plans[key]
+
+    def is_dense(self, spans: list[list[Span]]) -> bool:
+        """Whether every rank's queries see some keys of every rank."""
+        key = (self.causal, self.window, "dense")
+        if key not in self._plans:
+            self._plans[key] = all(self.blocks(mine, theirs) for mine in spans for theirs in spans)
+        return self._plans[key]
 
 
 def groups_of(mesh: SeqParallelMesh) -> dict[str, Comm]:
@@ -74,7 +92,7 @@ class Mode:
     def validate(self, ctx: AttentionContext, heads: int, kv_heads: int) -> None:
         """Raise ValueError, before any communication and on every rank alike, for what this mode cannot do."""
 
-    def attention(self, q, k, v, ctx: AttentionContext, *, scale: float) -> torch.Tensor:
+    def attention(self, q, k, v, ctx: AttentionContext) -> torch.Tensor:
         """Attention of this rank's tokens over the whole sequence, differentiable.
 
         q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`, H a multiple of H_kv; returns `[B, S_local, H, D]`."""

@@ -12,8 +12,8 @@ class DataParallel(Mode):
     def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
         return Layout()
 
-    def attention(self, q, k, v, ctx: AttentionContext, *, scale: float):
-        return ring_attention(q, k, v, ctx, ProcessGroupComm(None), ctx.ring_spans(), scale=scale)
+    def attention(self, q, k, v, ctx: AttentionContext):
+        return ring_attention(q, k, v, ctx, ProcessGroupComm(None), ctx.ring_spans())
 
 
 MODE = DataParallel()

@@ -17,33 +17,35 @@ from ..blocks import Partial, attend, attend_backward
 from ..comm import Comm, pack, pass_on, unpack
 from ..layout import Span
 from .base import AttentionContext
+from .scheduled import rotation, scheduled_attention
 
 
-def ring_attention(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], *, scale: float):
+def ring_attention(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]):
     """Differentiable attention of this rank's queries over all that the ranks of `comm` hold together.
 
     q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds.
-    Returns `[B, S_local, H, D]`."""
-    return _RingAttention.apply(q, k, v, ctx, comm, spans, scale)
+    Returns `[B, S_local, H, D]`. Where the mask leaves whole pairs of ranks without a block, nothing travels the ring:
+    ranks fetch just the keys that they see from their owners."""
+    if ctx.is_dense(spans):
+        return _RingAttention.apply(q, k, v, ctx, comm, spans)
+    return scheduled_attention(q, k, v, ctx, comm, spans, rotation(comm.size))
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, context, comm, spans, scale):
-        out, lse = ring_forward(q, k, v, context, comm, spans, scale=scale)
+    def forward(ctx, q, k, v, context, comm, spans):
+        out, lse = ring_forward(q, k, v, context, comm, spans)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = context, comm, spans, scale
+        ctx.call = context, comm, spans
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        context, comm, spans, scale = ctx.call
-        grads = ring_backward(dout, *ctx.saved_tensors, context, comm, spans, scale=scale)
-        return *grads, None, None, None, None
+        return *ring_backward(dout, *ctx.saved_tensors, *ctx.call), None, None, None
 
 
-def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], *, scale: float):
+def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]):
     """q, k, v of this rank, `[B, S_local, H | H_kv, D]`; `spans[r]` is what rank r of `comm` holds.
     Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more."""
     partial = Partial(q)
@@ -52,14 +54,14 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
         if step + 1 < comm.size:
             arriving, pending = pass_on(comm, pair)
         blocks = ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size])
-        attend(ctx.kernel_of, q, *_held(pair, k, v), blocks, partial, scale=scale)
+        attend(q, *_held(pair, k, v), blocks, partial, ctx.scores)
         if step + 1 < comm.size:
             pending.wait()
             pair = arriving
     return partial.result()
 
 
-def ring_backward(dout, q, k, v, out, lse, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], *, scale):
+def ring_backward(dout, q, k, v, out, lse, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]):
     """Gradients `(dq, dk, dv)` of `ring_forward`, in the dtypes of q, k, v."""
     wide = lse.dtype
     dq = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
@@ -70,18 +72,8 @@ def ring_backward(dout, q, k, v, out, lse, ctx: AttentionContext, comm: Comm, sp
             arriving, pending = pass_on(comm, pair)
         grads = k.new_zeros(k.numel() + v.numel(), dtype=wide)
         blocks = ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size])
-        attend_backward(
-            ctx.kernel_of,
-            dout,
-            q,
-            *_held(pair, k, v),
-            out,
-            lse,
-            blocks,
-            dq,
-            *unpack(grads, k.shape, v.shape),
-            scale=scale,
-        )
+        held, gathered = _held(pair, k, v), unpack(grads, k.shape, v.shape)
+        attend_backward(dout, q, *held, out, lse, blocks, dq, *gathered, ctx.scores)
         if travelling is not None:  # the other ranks' share of this shard's gradient arrives behind the shard
             travelling[1].wait()
             grads += travelling[0]

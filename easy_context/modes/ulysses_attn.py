@@ -30,9 +30,9 @@ class UlyssesAttention(Mode):
     def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
         return Layout(ulysses=sp_size)
 
-    def attention(self, q, k, v, ctx: AttentionContext, *, scale: float):
+    def attention(self, q, k, v, ctx: AttentionContext):
         def local(q, k, v):
-            return ring_attention(q, k, v, ctx, ProcessGroupComm(None), ctx.ring_spans(), scale=scale)
+            return ring_attention(q, k, v, ctx, ProcessGroupComm(None), ctx.ring_spans())
 
         return attention_over_heads(local, q, k, v, ctx.sequence)
 
@@ -90,13 +90,17 @@ def _to_heads(comm: Comm, ranges, tensors) -> tuple[torch.Tensor, ...]:
 
 def _to_sequence(comm: Comm, ranges, heads, tensors) -> tuple[torch.Tensor, ...]:
     """The transpose of `_to_heads`; heads that several ranks computed are summed. `heads`: their number per tensor."""
-    length = tensors[0].shape[1] // comm.size
-    pieces = [t.split(length, dim=1) for t in tensors]
+    pieces = [t.split(t.shape[1] // comm.size, dim=1) for t in tensors]
     parts = [pack(*(piece[rank] for piece in pieces)) for rank in range(comm.size)]
-    shapes = [[_with_heads(p[0], r[rank]) for p, r in zip(pieces, ranges, strict=True)] for rank in range(comm.size)]
+    shapes = [
+        [_with_heads(piece[0], r[rank]) for piece, r in zip(pieces, ranges, strict=True)] for rank in range(comm.size)
+    ]
     sizes = [sum(shape.numel() for shape in group) for group in shapes]
     received = comm.all_to_all(torch.cat(parts), [part.numel() for part in parts], sizes)
-    totals = [t.new_zeros(t.shape[0], length, count, t.shape[3]) for t, count in zip(tensors, heads, strict=True)]
+    totals = [
+        piece[0].new_zeros(*piece[0].shape[:2], count, piece[0].shape[3])
+        for piece, count in zip(pieces, heads, strict=True)
+    ]
     for rank, part in enumerate(received.split(sizes)):
         for total, r, own in zip(totals, ranges, unpack(part, *shapes[rank]), strict=True):
             total[:, :, slice(*r[rank])] += own

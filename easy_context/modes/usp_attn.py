@@ -22,9 +22,9 @@ class UspAttention(Mode):
         ring, ulysses = split_degrees(sp_size, ring_degree)
         return Layout(ring=ring, ulysses=ulysses, zigzag=True)
 
-    def attention(self, q, k, v, ctx: AttentionContext, *, scale: float):
+    def attention(self, q, k, v, ctx: AttentionContext):
         def ring(q, k, v):
-            return ring_attention(q, k, v, ctx, ctx.ring, ctx.ring_spans(), scale=scale)
+            return ring_attention(q, k, v, ctx, ctx.ring, ctx.ring_spans())
 
         return attention_over_heads(ring, q, k, v, ctx.ulysses)
 

@@ -17,8 +17,8 @@ class ZigzagRingAttention(Mode):
     def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
         return Layout(ring=sp_size, zigzag=True)
 
-    def attention(self, q, k, v, ctx: AttentionContext, *, scale: float):
-        return ring_attention(q, k, v, ctx, ctx.sequence, ctx.ring_spans(), scale=scale)
+    def attention(self, q, k, v, ctx: AttentionContext):
+        return ring_attention(q, k, v, ctx, ctx.sequence, ctx.ring_spans())
 
 
 MODE = ZigzagRingAttention()

@@ -1,0 +1,125 @@
+"""Attention over a sharded sequence as a plain function, for models that are not from transformers.
+
+The same modes, layouts and kernels as behind the monkey patch, for encoders, diffusion transformers over video, or any
+module with q, k and v of its own. Shard the sequence with `shard_sequence`, call `sequence_parallel_attention` in every
+layer, gather with `unshard_sequence`. Bytes moved per call are those of the mode (see its file).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import Block
+from .layout import Layout, Span
+from .mesh import current_mesh
+from .modes import AttentionContext, get_mode
+from .modes.base import groups_of
+
+
+def shard_sequence(seq_algo: str, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """This rank's part of a tensor that every rank of the group holds whole, any dtype, `S` entries along `dim`.
+
+    A length that does not divide is padded at the end with copies of the last entry; tell the true length to
+    `sequence_parallel_attention` and `unshard_sequence`. Differentiable. ValueError for an empty sequence."""
+    layout, rank, _ = _here(seq_algo)
+    length = whole.shape[dim]
+    if length == 0:
+        raise ValueError("an empty sequence cannot be sharded")
+    own = layout.indices(layout.padded_length(length), rank).clamp(max=length - 1)
+    return whole.index_select(dim, own.to(whole.device))
+
+
+def sequence_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    seq_algo: str = "zigzag_ring_attn",
+    causal: bool = True,
+    length: int | None = None,
+    context: str = "self",
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    documents: tuple[tuple[int, ...], ...] | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries over the whole sequence, differentiable.
+
+    Args:
+        q: `[B, S_local, H, D]`, this rank's shard.
+        k, v: `[B, S_local, H_kv, D]`, H a multiple of H_kv. Cross-attention: `context="sharded"` where they are shards
+            of another sequence, `context="replicated"` where every rank holds that one whole.
+        seq_algo: name of the mode that sharded; `data_parallel` attends locally.
+        causal: only for `context="self"`.
+        length: true length in tokens of what k and v are shards of; None says that nothing was padded. Padding is
+            seen by nobody.
+        scale: of the scores; None is D ** -0.5.
+        window: sliding window w (with `causal`): a query at i sees keys i - w < k <= i.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        documents: per row the borders 0 < ... < length of packed documents, each attending to itself only.
+        kernel: name of the kernel; None takes the fastest that can.
+
+    Returns `[B, S_local, H, D]` in q's dtype. The rows of padded queries hold finite values without meaning.
+    Gradients of a replicated context are this rank's share: sum them over the group.
+    Raises ValueError, before any communication, for arguments that do not fit together.
+    """
+    if context not in ("self", "sharded", "replicated"):
+        raise ValueError(f"context must be 'self', 'sharded' or 'replicated', not {context!r}")
+    if context != "self" and (causal or window or documents):
+        raise ValueError("cross-attention (context=...) has neither causal mask, window nor documents")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError("a window is at least 1 and needs causal=True")
+    layout, _, groups = _here(seq_algo if context != "replicated" else "data_parallel")
+    padded = k.shape[1] * layout.world
+    length = padded if length is None else length
+    if not 0 < length <= padded:
+        raise ValueError(f"length={length}, but k and v hold {padded} tokens over {layout.world} ranks")
+    settings = {
+        "layout": layout,
+        "seq_len": padded,
+        "causal": causal,
+        "window": window,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "softcap": softcap,
+        "kernel": kernel,
+        **groups,
+    }
+    if context == "self":
+        ctx = AttentionContext(documents=_with_padding(documents, length, padded, causal), **settings)
+    else:
+        ctx = CrossContext(length=length, **settings)
+    mode = get_mode(seq_algo if context != "replicated" else "data_parallel")
+    mode.validate(ctx, q.shape[2], k.shape[2])
+    return mode.attention(q, k, v, ctx)
+
+
+def _here(seq_algo: str) -> tuple[Layout, int, dict]:
+    mesh = current_mesh()
+    layout = get_mode(seq_algo).layout(mesh.sp_size, mesh.ring_size)
+    return layout, mesh.sp_rank if layout.world > 1 else 0, groups_of(mesh)
+
+
+def _with_padding(documents, length: int, padded: int, causal: bool):
+    """Padding becomes a document of its own where a real token could see it."""
+    if documents is None:
+        return None if causal or length == padded else ((0, length, padded),)
+    if any(row[0] != 0 or row[-1] != length or list(row) != sorted(set(row)) for row in documents):
+        raise ValueError(f"documents must ascend from 0 to length={length} in every row, not {documents}")
+    return documents if length == padded else tuple((*row, padded) for row in documents)
+
+
+@dataclass(frozen=True)
+class CrossContext(AttentionContext):
+    """Keys of another sequence than the queries': everybody sees all of its `length` tokens."""
+
+    length: int = 0
+
+    def blocks(self, q_spans: list[Span], k_spans: list[Span]) -> list[Block]:
+        blocks, at = [], 0
+        for start, end in k_spans:
+            stop = at + min(end, self.length) - start
+            if stop > at:
+                blocks.append(Block(slice(None), slice(None), slice(at, stop), False))
+            at += end - start
+        return blocks

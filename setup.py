@@ -4,13 +4,11 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-ROOT = Path(__file__).parent
-
 extras = {
     # ZeRO-3 with offload; ninja compiles its CPU optimizer on first use
     "deepspeed": ["deepspeed>=0.18,<1", "ninja"],
-    # FlashAttention for Hopper and Blackwell, pure Python: nothing is compiled
-    "flash": ["flash-attn-4"],
+    # FlashAttention for Hopper and Blackwell, pure Python, so far in pre-releases
+    "flash": ["flash-attn-4>=4.0.0b1"],
     # the systems that the benchmarks compare with
     "peers": ["ring-flash-attn>=0.1.8", "yunchang>=0.6.4"],
     "lora": ["peft>=0.18,<1"],
@@ -30,8 +28,8 @@ extras["test"] = [
 setup(
     name="easy_context",
     version="0.1.0",
-    description="Exact sequence parallelism for unmodified Hugging Face models: extend, train and evaluate long context",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    description="Exact sequence parallelism and long-context training for unmodified Hugging Face models",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],

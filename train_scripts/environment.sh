@@ -1,11 +1,12 @@
-# One Python environment for the quickstart, the recipes and the tests.
+# One Python environment for the quickstart and the tests; the recipes can use it too.
 #
 #   source train_scripts/environment.sh EXTRAS      # for example: deepspeed,quickstart
 #
 # EXTRAS (required) names optional dependencies of setup.py, separated by commas. Afterwards `python`,
 # `accelerate` and `pytest` are those of a virtual environment that holds easy_context (editable), these
-# extras, and the versions that requirements.txt records as tested. Nothing is done twice: a second call
-# takes a second. A failure prints one line and returns 1, which ends a caller that runs under `set -e`.
+# extras, and the versions that requirements.txt records as tested; what DeepSpeed compiles is compiled.
+# Nothing is done twice: a second call takes a second. A failure prints one line and returns 1, which ends
+# a caller that runs under `set -e`.
 #
 #   EASY_CONTEXT_VENV=DIR       where the environment lives (default: .venv beside setup.py)
 #   EASY_CONTEXT_VENV=current   use the python on PATH as it is and install nothing: for clusters, containers
@@ -36,6 +37,25 @@ easy_context_prerequisites() {
     fi
 }
 
+# DeepSpeed compiles its CPU Adam (and, without a GPU, its communication) when first used: better here than in the
+# middle of a run, where an interruption leaves a lock file behind that every later run waits for.
+easy_context_compile() {
+    mkdir -p "$TORCH_EXTENSIONS_DIR"
+    rm -f "$TORCH_EXTENSIONS_DIR"/*/*/lock
+    echo "Compiling DeepSpeed's CPU Adam: one to three minutes, once"
+    if ! python >"$TORCH_EXTENSIONS_DIR/log" 2>&1 <<'PYTHON'; then
+from deepspeed.accelerator import get_accelerator
+
+for name in ("CPUAdamBuilder", "ShareMemCommBuilder"):
+    builder = get_accelerator().create_op_builder(name)
+    if builder is not None:  # the second is for machines without a GPU
+        builder.load()
+PYTHON
+        echo "environment.sh: DeepSpeed's CPU Adam does not compile, ZeRO offload will not run:" \
+            "see $TORCH_EXTENSIONS_DIR/log (with a GPU it needs nvcc)" >&2
+    fi
+}
+
 easy_context_environment() {
     local extras=$1 root python=${PYTHON:-python3} venv stamp wanted
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -52,12 +72,16 @@ easy_context_environment() {
         "$python" -m venv "$venv" || return 1
     fi
     source "$venv/bin/activate"
+    export TORCH_EXTENSIONS_DIR=$venv/torch_extensions
 
     stamp=$venv/installed-${extras//,/-}
     wanted=$(cd "$root" && cksum setup.py requirements.txt)
     if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
         echo "Installing easy_context[$extras] into $venv: a few minutes, once"
         pip install -c "$root/requirements.txt" -e "$root[$extras]" || easy_context_fail "pip failed" || return 1
+        if python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("deepspeed") is None)'; then
+            easy_context_compile
+        fi
         echo "$wanted" >"$stamp"
     fi
 }

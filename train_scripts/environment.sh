@@ -41,7 +41,7 @@ easy_context_prerequisites() {
 # middle of a run, where an interruption leaves a lock file behind that every later run waits for.
 easy_context_compile() {
     mkdir -p "$TORCH_EXTENSIONS_DIR"
-    rm -f "$TORCH_EXTENSIONS_DIR"/*/*/lock
+    rm -f "$TORCH_EXTENSIONS_DIR"/*/lock
     echo "Compiling DeepSpeed's CPU Adam: one to three minutes, once"
     if ! python >"$TORCH_EXTENSIONS_DIR/log" 2>&1 <<'PYTHON'; then
 from deepspeed.accelerator import get_accelerator

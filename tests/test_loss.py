@@ -1,11 +1,14 @@
 """The loss over ranks and in tiles equals one process's cross-entropy: value and every gradient, in float64."""
 
 import contextlib
+import os
+import sys
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import torch.nn.functional as F
-from harness import error, spawn, tiny_model
+from harness import _free_port, error, spawn, tiny_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -316,6 +319,15 @@ def micro_batches(case, rank):
         yield tokens, torch.arange(12)[None], targets
 
 
+def one_process(model, case, world):
+    """(loss, gradients) of the micro-batches of all ranks as one batch."""
+    batches = [batch for rank in range(world) for batch in micro_batches(case, rank)]
+    tokens, positions, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    loss = cross_entropy_sum(model(tokens, position_ids=positions).logits, targets)
+    loss = loss / max(1, (targets != -100).sum())
+    return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
 def ddp_step(rank, world, case, tiled):
     """(gradients, reported) of one optimizer step under DDP, which averages over ranks."""
     model = tiny_model()
@@ -338,18 +350,11 @@ def ddp_step(rank, world, case, tiled):
 @pytest.mark.parametrize("case", LENGTHS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_equal_one_process(world, case, tiled):
-    model = tiny_model()
-    tokens, positions, targets = (
-        torch.cat(parts)
-        for parts in zip(*[batch for rank in range(world) for batch in micro_batches(case, rank)], strict=True)
-    )
-    truth = cross_entropy_sum(model(tokens, position_ids=positions).logits, targets)
-    truth = truth / max(1, (targets != -100).sum())
-    truth.backward()
+    truth, expected = one_process(tiny_model(), case, world)
     for grads, reported in spawn(ddp_step, world, case, tiled):
-        assert error(reported, truth.detach()) < 1e-9
-        for grad, p in zip(grads, model.parameters(), strict=True):
-            assert error(grad, p.grad) < 1e-9
+        assert error(reported, truth) < 1e-9
+        for grad, theirs in zip(grads, expected, strict=True):
+            assert error(grad, theirs) < 1e-9
 
 
 def counted(rank, world):
@@ -364,3 +369,49 @@ def test_num_items_counts_micro_batches_of_all_ranks():
     loss, reported = model(tokens, positions, targets, num_items=1000)
     assert error(loss, model(tokens, positions, targets)[0] * (targets != -100).sum() / 1000) < TIGHT
     assert loss == reported
+
+
+# DeepSpeed ZeRO-3: parameters exist only while their module is called
+
+
+def zero3_step(rank, world, port, path):
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # ninja, as pip installs it
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    model = CausalLMWithLoss(tiny_model(dtype=torch.float32, tie_word_embeddings=True))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    batches = list(micro_batches("accumulation", rank))
+    num_items = global_num_items(targets for *_, targets in batches)
+    reported = 0
+    for tokens, positions, targets in batches:
+        loss, part = engine(tokens, positions, targets, num_items)
+        engine.backward(loss * engine.gradient_accumulation_steps())
+        reported += part
+        if engine.is_gradient_accumulation_boundary():
+            grads = [safe_get_full_grad(p) for p in model.parameters()]
+        engine.step()
+    torch.save((grads, reported), f"{path}/{rank}.pt")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_zero3_follows_one_process(tmp_path):
+    pytest.importorskip("deepspeed")
+    mp.spawn(zero3_step, (2, _free_port(), str(tmp_path)), nprocs=2)
+    model = tiny_model(dtype=torch.float32, tie_word_embeddings=True)
+    truth, expected = one_process(model, "accumulation", 2)
+    for rank in range(2):
+        grads, reported = torch.load(tmp_path / f"{rank}.pt")
+        assert error(reported, truth) < 1e-6
+        for grad, theirs in zip(grads, expected, strict=True):
+            assert error(grad, theirs) < 1e-5

@@ -15,10 +15,11 @@ Three streams a device, ordered by events:
     into                                                        ||   input of i-1 from the host .  input of i-2 ......
 
 `out` waits for compute before it reads the input, and compute waits for `out` at the layer's end, before that memory
-can be used again. A fetch's memory comes from the compute stream's pool, hence `in` waits for compute first; compute
+can be used again. A fetch's memory comes from the compute stream's pool, hence `into` waits for compute first; compute
 waits for the fetch. On CPU tensors the same path runs without copies.
 
-After the offloaded checkpoints of Unsloth, https://unsloth.ai/blog/long-context, which are reentrant and synchronous.
+After the offloaded checkpoints of Unsloth, https://unsloth.ai/blog/long-context, whose copies share the compute
+stream.
 """
 
 import functools
@@ -40,7 +41,8 @@ def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch() -> None:
     """From now on `model.gradient_checkpointing_enable()`, by its newer name `activation_checkpointing_enable()`,
     offloads, for any HuggingFace model. Models that enabled checkpointing before keep what they have.
 
-    Applying it again changes nothing. transformers' own synchronous `offload=True` is superseded.
+    Applying it again changes nothing. It supersedes transformers' own `offload=True`, whose copies
+    run on the compute stream.
 
     Raises:
         ValueError: (when checkpointing is enabled) for `use_reentrant=True`, under which a layer whose input needs no

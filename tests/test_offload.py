@@ -1,0 +1,413 @@
+"""Offloaded checkpointing computes what plain training computes; on a GPU, bit for bit and in less memory."""
+
+import gc
+
+import pytest
+import torch
+from harness import error, tiny_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from easy_context.memory import offload
+from easy_context.memory.offload import (
+    apply_unsloth_offloaded_gradient_checkpoint_monkey_patch,
+    offloaded_checkpoint,
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
+)
+
+cuda = pytest.mark.cuda
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture
+def patched():
+    apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    yield
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The shapes of the tensors handed to the host, in order."""
+    shapes, own = [], offload._pack
+    monkeypatch.setattr(offload, "_pack", lambda tensor: shapes.append(tuple(tensor.shape)) or own(tensor))
+    return shapes
+
+
+def gradients(model, tokens):
+    model.zero_grad()
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+    model(tokens, position_ids=positions, use_cache=False).logits.logsumexp(-1).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def tokens(length=10):
+    return torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def assert_same(got, truth):
+    assert got.keys() == truth.keys() and truth
+    assert all(error(got[name], truth[name]) < 1e-12 for name in truth)
+
+
+# Any device
+
+
+@pytest.mark.parametrize("enable", ["gradient_checkpointing_enable", "activation_checkpointing_enable"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_gradients_are_the_plain_ones(family, enable, patched, packed):
+    model = tiny_model(family)
+    if not hasattr(model, enable):
+        pytest.skip("this transformers has the older name only")
+    truth = gradients(model, tokens())
+    getattr(model, enable)()
+    model.train()
+    assert_same(gradients(model, tokens()), truth)
+    assert packed == [(2, 10, 64)] * 2  # each layer's input and nothing else
+
+
+def test_lora_adapters_train_though_no_layer_input_needs_a_gradient(patched, packed):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model()
+    model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False)).double()
+    truth = gradients(model, tokens())
+    model.gradient_checkpointing_enable()
+    model.disable_input_require_grads()
+    model.train()
+    assert_same(gradients(model, tokens()), truth)
+    assert len(truth) == 2 * 2 * 2 and len(packed) == 2
+
+
+def test_no_gradients_no_offloading(patched, packed):
+    model = tiny_model()
+    plain = model(tokens()).logits
+    model.gradient_checkpointing_enable()
+    model.eval()
+    assert torch.equal(model(tokens()).logits, plain)
+    model.train()
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, plain)
+    assert packed == []
+
+
+def test_transformers_own_offload_is_superseded(patched, packed):
+    model = tiny_model()
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("this transformers has no offload argument")
+    truth = gradients(model, tokens())
+    model.activation_checkpointing_enable(every_n_layers=2, offload=True)
+    model.train()
+    assert_same(gradients(model, tokens()), truth)
+    assert packed == [(2, 10, 64)]
+
+
+def test_removing_restores_transformers(packed):
+    from transformers import PreTrainedModel
+
+    own = PreTrainedModel._set_gradient_checkpointing
+    apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    assert PreTrainedModel._set_gradient_checkpointing is not own
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    assert PreTrainedModel._set_gradient_checkpointing is own
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    model = tiny_model()
+    model.gradient_checkpointing_enable()
+    model.train()
+    gradients(model, tokens())
+    assert packed == []
+
+
+def test_reentrant_checkpointing_is_refused(patched):
+    with pytest.raises(ValueError, match="use_reentrant"):
+        tiny_model().gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_disabling_works(patched, packed):
+    model = tiny_model()
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    model.train()
+    gradients(model, tokens())
+    assert packed == []
+
+
+def block(x, scale, *, shift):
+    return torch.sin(x * scale + shift).exp()
+
+
+def nested(x, scale, run):
+    inner = run(lambda y, s: block(y, s, shift=1.0), x, scale)
+    return run(lambda y, s: block(y, s, shift=2.0), inner * 2, scale)
+
+
+@pytest.mark.parametrize("case", ["twice", "nested", "arguments"])
+def test_unusual_graphs(case, packed):
+    def plain(function, *args):
+        return function(*args)
+
+    def offloaded(function, *args):
+        return offloaded_checkpoint(function, *args, use_reentrant=False)
+
+    def run(how):
+        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+        scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        if case == "nested":
+            out = how(lambda y, s: nested(y, s, how), x * 1.0, scale)
+        elif case == "arguments":  # None, numbers and an integer tensor among them
+            index = torch.tensor([2, 0, 1])
+            out = how(lambda y, none, s, i, n: block(y[i], s, shift=n), x * 1.0, None, scale, index, 0.5)
+        else:
+            out = how(lambda y, s: block(y, s, shift=0.5), x * 1.0, scale)
+            out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        return x.grad, scale.grad
+
+    for got, truth in zip(run(offloaded), run(plain), strict=True):
+        assert error(got, truth) < 1e-12
+    assert packed
+
+
+def test_a_layer_that_changes_its_input_is_refused():
+    x = torch.ones(3, requires_grad=True) * 1.0
+    with pytest.raises(RuntimeError, match="in place"):
+        offloaded_checkpoint(lambda y: y.mul_(2).sin(), x, use_reentrant=False)
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """A buffer pool whose memory is not page-locked; `pool.locked` holds the sizes alive."""
+    locked = []
+    monkeypatch.setattr(offload, "_page_lock", lambda memory: locked.append(memory.nbytes))
+    monkeypatch.setattr(offload, "_page_unlock", lambda memory, device: locked.remove(memory.nbytes))
+    pool = offload._BufferPool(torch.device("cpu"))
+    pool.locked = locked
+    return pool
+
+
+def test_pool_reuses_and_never_grows(pool):
+    for sizes in ([30, 30, 10], [30, 30, 10], [10, 30, 30]):
+        taken = [pool.take(size) for size in sizes]
+        assert all(len(buffer.bytes) >= size for buffer, size in zip(taken, sizes, strict=True))
+        for buffer in taken:
+            pool.give(buffer)
+        del taken, buffer
+    assert sorted(pool.locked) == [10, 30, 30]
+    for size in (40, 50, 60):  # a batch longer than all before replaces a buffer instead of adding one
+        pool.give(pool.take(size))
+    assert len(pool.locked) == 3 and 60 in pool.locked
+    pool.idle.clear()
+    assert pool.locked == []
+
+
+def test_host_memory_that_is_not_there_is_named(pool):
+    with pytest.raises(MemoryError, match="host memory"):
+        pool.take(2**60)
+    assert pool.locked == []
+
+
+# One GPU
+
+LAYERS, LENGTH, WIDTH = 4, 2048, 512
+INPUT_BYTES = LENGTH * WIDTH * 2
+
+
+def gpu_model(layers=LAYERS, attention="eager"):
+    settings = {"num_hidden_layers": layers, "hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 128}
+    model = tiny_model(dtype=torch.bfloat16, attn_implementation=attention, **settings)
+    return model.cuda().train()
+
+
+def gpu_batches(steps):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 97, (1, LENGTH), generator=generator).cuda() for _ in range(steps)]
+
+
+def train(model, steps):
+    """Losses and final parameters of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in gpu_batches(steps):
+        loss = model(batch, use_cache=False).logits.float().logsumexp(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), [p.detach() for p in model.parameters()]
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def only_offloader():
+    return offload._offloader(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """Copies that come late: whoever does not wait for them reads garbage."""
+
+    def delayed(method, stream):
+        def run(self, *args):
+            with torch.cuda.stream(getattr(self, stream)):
+                torch.cuda._sleep(5_000_000)
+            return method(self, *args)
+
+        return run
+
+    monkeypatch.setattr(offload._Offloader, "send", delayed(offload._Offloader.send, "out"))
+    monkeypatch.setattr(offload._Offloader, "_fetch", delayed(offload._Offloader._fetch, "into"))
+
+
+@cuda
+@needs_gpu
+def test_twenty_steps_are_bit_identical(patched, deterministic):
+    truth = train(gpu_model(), 20)
+    model = gpu_model()
+    model.gradient_checkpointing_enable()
+    losses, parameters = train(model, 20)
+    assert torch.isfinite(losses).all() and torch.equal(losses, truth[0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, truth[1], strict=True))
+    assert len(only_offloader().pool.idle) == LAYERS
+
+
+@cuda
+@needs_gpu
+def test_late_copies_change_nothing(patched, deterministic, slow_copies):
+    truth = train(gpu_model(), 3)
+    model = gpu_model()
+    model.gradient_checkpointing_enable()
+    losses, parameters = train(model, 3)
+    assert torch.equal(losses, truth[0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, truth[1], strict=True))
+
+
+@cuda
+@needs_gpu
+def test_pool_does_not_grow_after_the_first_step_and_is_exact(patched):
+    model = gpu_model()
+    model.gradient_checkpointing_enable()
+    train(model, 1)
+    pool = only_offloader().pool
+    first = set(map(id, pool.idle))
+    assert [buffer.size for buffer in pool.idle] == [INPUT_BYTES] * LAYERS
+    assert all(buffer.bytes.is_pinned() for buffer in pool.idle)
+    train(model, 3)
+    assert set(map(id, pool.idle)) == first
+
+
+@cuda
+@needs_gpu
+def test_peak_memory_does_not_grow_with_depth(patched):
+    def peak(layers, enable):
+        model = gpu_model(layers=layers, attention="sdpa").requires_grad_(False)
+        model.model.embed_tokens.weight.requires_grad_(True)
+        enable(model)
+        batch = gpu_batches(1)[0].repeat(1, 8)
+        for _ in range(2):  # the first pass pays for workspaces
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model.model(batch, use_cache=False).last_hidden_state.sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    def plain(model):
+        model._set_gradient_checkpointing(True)
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = lambda f, *args: checkpoint(f, *args, use_reentrant=False)
+
+    def offloaded(model):
+        model.gradient_checkpointing_enable()
+
+    assert peak(12, plain) - peak(4, plain) > 7 * 8 * INPUT_BYTES
+    assert peak(12, offloaded) - peak(4, offloaded) < 8 * INPUT_BYTES
+
+
+@cuda
+@needs_gpu
+def test_failed_steps_corrupt_and_leak_nothing(patched, deterministic, slow_copies, monkeypatch):
+    locked, own = [], offload._page_lock
+    monkeypatch.setattr(offload, "_page_lock", lambda memory: (locked.append(memory), own(memory)))
+    truth = train(gpu_model(), 2)
+    model = gpu_model()
+    model.gradient_checkpointing_enable()
+    batch = gpu_batches(1)[0]
+
+    def fail(*args):
+        raise FloatingPointError("on purpose")
+
+    for layer in (1, 2):  # a backward that ends in the middle, and a forward that does
+        handle = model.model.layers[layer].mlp.register_full_backward_hook(fail)
+        with pytest.raises(FloatingPointError):
+            model.model(batch, use_cache=False).last_hidden_state.sum().backward()
+        handle.remove()
+        handle = model.model.layers[layer].mlp.register_forward_hook(fail)
+        with pytest.raises(FloatingPointError):
+            model.model(batch, use_cache=False)
+        handle.remove()
+    model.model(batch, use_cache=False)  # a graph dropped without a backward
+    model.zero_grad()
+    losses, parameters = train(model, 2)
+    assert torch.equal(losses, truth[0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, truth[1], strict=True))
+    gc.collect()
+    assert len(only_offloader().pool.idle) == len(locked)
+
+
+@cuda
+@needs_gpu
+def test_two_graphs_at_once_and_a_second_backward(patched, deterministic, slow_copies):
+    def run(model):
+        one, two = (model.model(batch, use_cache=False).last_hidden_state.sum() for batch in gpu_batches(2))
+        two.backward(retain_graph=True)
+        one.backward()
+        two.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    truth = run(gpu_model())
+    model = gpu_model()
+    model.gradient_checkpointing_enable()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(run(model), truth, strict=True))
+
+
+@cuda
+@needs_gpu
+def test_removing_frees_the_host_memory(monkeypatch):
+    unlocked, own = [], offload._page_unlock
+    monkeypatch.setattr(
+        offload, "_page_unlock", lambda memory, device: (unlocked.append(memory.nbytes), own(memory, device))
+    )
+    apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    model = gpu_model()
+    model.gradient_checkpointing_enable()
+    train(model, 1)
+    graph = model.model(gpu_batches(1)[0], use_cache=False).last_hidden_state.sum()
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    assert unlocked == []
+    graph.backward()
+    del graph
+    gc.collect()
+    assert unlocked == [INPUT_BYTES] * LAYERS
+
+
+@cuda
+@needs_gpu
+def test_tiled_loss_in_bf16():
+    """Weight gradients are accumulated in float32 by the GPU's own bf16 product."""
+    from easy_context.memory.tiled_loss import tiled_nll_sum
+
+    torch.manual_seed(0)
+    head = nn.Linear(256, 1000, bias=False, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(1, 4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(1000, (1, 4096), device="cuda")
+    tiled_nll_sum(hidden, head, targets, tile_size=64).backward()
+    wide, states = head.weight.detach().double().requires_grad_(), hidden.detach().double().requires_grad_()
+    nn.functional.cross_entropy((states @ wide.t())[0], targets[0], reduction="sum").backward()
+    assert error(head.weight.grad.double(), wide.grad) < 4e-3
+    assert error(hidden.grad.double(), states.grad) < 1e-2

@@ -196,6 +196,7 @@ def _patch_of(decoder: nn.Module, attachment: Attachment) -> Patch:
     return attachment.patch or next(_families[base] for base in type(decoder).__mro__ if base in _families)
 
 
+@torch.compiler.disable
 def _enter(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Once per forward of a patched decoder, before its layers: check, agree, and make the AttentionContext."""
     attachment = _attached[decoder]
@@ -249,6 +250,10 @@ def _refuse_arguments(decoder: nn.Module, kwargs: dict) -> None:
         )
     if kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
         raise ValueError("output_attentions is not supported: no attention matrix is ever built")
+    if kwargs.get("output_router_logits") or getattr(decoder.config, "output_router_logits", False):
+        raise ValueError(
+            "router losses (output_router_logits) are not supported: they count over all tokens, a rank holds some"
+        )
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} is not supported: packed documents are told by position_ids that fall to 0")
@@ -276,6 +281,7 @@ class WindowMask(int):
     """Stands where a sliding-window mask would be: the window w, q - k < w."""
 
 
+@torch.compiler.disable
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,

@@ -31,6 +31,8 @@ def set_rope(config, theta: float | None = None, scaling: dict | None = None):
         raise ValueError(f"{type(text).__name__} has no rope_parameters: --rope-theta does not apply to it")
     if theta is not None and not theta > 0:
         raise ValueError(f"rope theta must be positive, not {theta}")
+    if scaling and "rope_type" not in scaling:
+        raise ValueError(f"rope scaling needs a rope_type, such as yarn or linear: {scaling}")
     changes = {**(scaling or {}), **({} if theta is None else {"rope_theta": float(theta)})}
     rope_type = changes.get("rope_type", "default")
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from easy_context.blocks import plan_blocks
 from easy_context.kernels import KERNELS
 from easy_context.modes import AttentionContext, available_modes, get_mode
 from easy_context.modes.dist_flash_attn import schedule
@@ -92,6 +93,28 @@ def test_documents(mode, world, ring_degree, causal):
         sharded(mode, world, ring_degree, *data, causal=causal, documents=documents), truth, strict=True
     ):
         assert error(got, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] == 4])
+def test_hundreds_of_documents(mode, world, ring_degree):
+    data = inputs(batch=1, length=640)
+    borders = sorted({0, 640, *torch.randint(1, 640, (250,), generator=torch.Generator().manual_seed(0)).tolist()})
+    documents = (tuple(borders),)
+    truth = one_process(*data, documents=documents)
+    for got, wanted in zip(sharded(mode, world, ring_degree, *data, documents=documents), truth, strict=True):
+        assert error(got, wanted) < 1e-12
+
+
+def test_blocks_that_no_document_or_window_reaches_are_neither_sent_nor_computed():
+    layout = get_mode("zigzag_ring_attn").layout(8)
+    spans = [layout.ring_spans(1600, rank) for rank in range(8)]
+    by_hundreds = tuple(range(0, 1601, 100))
+    for masks in ({"documents": (by_hundreds,)}, {"window": 50}):
+        pairs = [(a, b) for a in range(8) for b in range(8) if plan_blocks(spans[a], spans[b], causal=True, **masks)]
+        assert set(pairs) >= {(rank, rank) for rank in range(8)}
+        assert all(abs(a - b) <= (0 if "documents" in masks else 1) for a, b in pairs)
+    causal = [plan_blocks(spans[a], spans[b], causal=True) for a in range(8) for b in range(8)]
+    assert all(len(blocks) == 1 for blocks in causal)  # one kernel call a step where nothing is masked
 
 
 @pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] in (2, 3, 4)])

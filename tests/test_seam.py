@@ -1,6 +1,5 @@
 """The seam to transformers: patching, switching, undoing, what passes through and what is refused by name."""
 
-import copy
 from itertools import pairwise
 
 import pytest
@@ -258,50 +257,34 @@ def test_a_length_shorter_than_the_world():
     check(spawn(parallel, 4, "zigzag_ring_attn", "llama", ids, targets, None, {}), serial("llama", ids, targets), EXACT)
 
 
-# --- rotary positions -----------------------------------------------------------------------------------------------
+def two_models(rank, world, ids, targets):
+    """A model of 4 heads and one of 6 take turns in one process."""
+    apply_seq_parallel_monkey_patch("ulysses_attn", "llama")
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "qwen2")
+    first, second = tiny_model().train(), tiny_model("qwen2", num_attention_heads=6, num_key_value_heads=3).train()
+    step(first, "ulysses_attn", ids, targets, rank, world)
+    other = step(second, "zigzag_ring_attn", ids, targets, rank, world)
+    first.zero_grad()
+    return step(first, "ulysses_attn", ids, targets, rank, world), other
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16},
-    ],
-)
-def test_frequencies_depend_on_the_global_length(rope):
-    config = {"rope_parameters": rope, "max_position_embeddings": 16}
-    ids, targets = batch_of(43)
-    check(
-        spawn(parallel, 3, "zigzag_ring_attn", "llama", ids, targets, None, config),
-        serial("llama", ids, targets, **config),
-        EXACT,
-    )
+def test_different_models_and_modes_in_one_process():
+    ids, targets = batch_of(26)
+    first, second = zip(*spawn(two_models, 2, ids, targets), strict=True)
+    check(first, serial("llama", ids, targets), EXACT)
+    check(second, serial("qwen2", ids, targets, num_attention_heads=6, num_key_value_heads=3), EXACT)
 
 
-def test_frequencies_stay_float32_when_the_model_is_cast():
-    apply_seq_parallel_monkey_patch("data_parallel", "llama")
-    model = tiny_model(dtype=torch.float32)
-    kept = model.model.rotary_emb.inv_freq.clone()
-    model.to(torch.bfloat16)
-    assert not torch.equal(model.model.rotary_emb.inv_freq.float(), kept)
-    llama_logits(model, batch_of(8)[0])
-    assert torch.equal(model.model.rotary_emb.inv_freq, kept)
+def compiled(rank, world, ids, targets):
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    model = torch.compile(tiny_model().train(), backend="aot_eager")
+    reported, logits, grads = step(model, "zigzag_ring_attn", ids, targets, rank, world)
+    return reported, logits, {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
 
 
-def test_set_rope_survives_saving_and_keeps_scaling(tmp_path):
-    from transformers import AutoConfig, LlamaConfig
-
-    from easy_context.rope import set_rope
-
-    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-    for before in (None, scaled):
-        config = set_rope(LlamaConfig(rope_parameters=copy.deepcopy(before)), theta=5e6)
-        config.save_pretrained(tmp_path)
-        loaded = AutoConfig.from_pretrained(tmp_path).rope_parameters
-        assert loaded["rope_theta"] == 5e6
-        assert loaded["rope_type"] == ("yarn" if before else "default")
-    assert "rope_type" in raised(set_rope, LlamaConfig(), scaling={"rope_type": "magic"})
-    assert "positive" in raised(set_rope, LlamaConfig(), theta=-1)
+def test_a_compiled_model_is_exact():
+    ids, targets = batch_of(26)
+    check(spawn(compiled, 2, ids, targets), serial("llama", ids, targets), EXACT)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -317,6 +300,7 @@ def test_what_sharded_attention_cannot_honour_is_refused_by_name():
 
     assert "dropout" in refused(attention_dropout=0.1, train=True)
     assert "sinks" in refused("gpt_oss")
+    assert "router losses" in refused("mixtral", output_router_logits=True)
     assert "output_attentions" in refused(call={"output_attentions": True})
     assert "KV cache" in refused(call={"use_cache": True})
     assert "2-D" in refused(call={"attention_mask": torch.zeros(2, 1, 12, 12)})

@@ -1,0 +1,114 @@
+"""Times of systems, taken in turns so that drift hits all alike."""
+
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from systems import System
+from workload import Workload
+
+HEAD_START = 20_000_000  # GPU cycles, 10 ms: in training the host runs ahead of the GPU
+
+
+class Clock:
+    """Moments on the device: CUDA events there, the wall clock on CPU."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.moments = device.type == "cuda", []
+
+    def mark(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.moments.append(event)
+        else:
+            self.moments.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Since the first moment, of every later one."""
+        first, *later = self.moments
+        if not self.cuda:
+            return [moment - first for moment in later]
+        torch.cuda.synchronize()
+        return [first.elapsed_time(moment) / 1000 for moment in later]
+
+
+class Inputs:
+    """q, k, v and dout of every shape that the systems ask for; those of one shape share them."""
+
+    def __init__(self, work: Workload, device: torch.device):
+        self.work, self.device, self.made = work, device, {}
+
+    def of(self, system: System) -> tuple[list[torch.Tensor], torch.Tensor]:
+        key = system.tokens, system.heads_first
+        if key not in self.made:
+            heads = (self.work.heads, self.work.kv_heads, self.work.kv_heads, self.work.heads)
+            *leaves, dout = (self._draw(system, h) for h in heads)
+            self.made[key] = [leaf.requires_grad_() for leaf in leaves], dout
+        return self.made[key]
+
+    def _draw(self, system: System, heads: int) -> torch.Tensor:
+        shape = (heads, system.tokens) if system.heads_first else (system.tokens, heads)
+        return torch.randn(1, *shape, self.work.head_size, dtype=self.work.dtype, device=self.device)
+
+
+def measure(systems: list[System], work: Workload, device: torch.device, repeats: int, virtual: bool) -> list:
+    """Per system the medians `(forward, forward + backward)` in seconds over `repeats` samples, each sample that of
+    the slowest process; None for those that failed. One round more warms up; peers that fail in it are dropped."""
+    inputs = Inputs(work, device)
+    first = virtual or dist.get_rank() == 0
+    samples = [[] for _ in systems]
+    for turn in range(repeats + 1):
+        for place in range(len(systems)):
+            index = (turn + place) % len(systems)  # every system comes after every other one
+            system = systems[index]
+            if not virtual:
+                dist.barrier()
+            if system.failure is not None:
+                continue
+            seconds = [0.0, 0.0]
+            if first or system.threads is None:
+                try:
+                    seconds = _sample(system, *inputs.of(system), device)
+                except Exception as error:
+                    if system.name == "easy_context" or turn > 0:
+                        raise
+                    system.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            samples[index].append(seconds)
+    return [
+        None if system.failure is not None else _slowest(taken[1:], virtual)
+        for system, taken in zip(systems, samples, strict=True)
+    ]
+
+
+def _sample(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, device: torch.device) -> list[float]:
+    for leaf in leaves:
+        leaf.grad = None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(system.threads or threads)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(HEAD_START)
+    clock = Clock(device)
+    with system.around():
+        clock.mark()
+        out = system.attend(*leaves)
+        clock.mark()
+        out.backward(dout)
+        clock.mark()
+    seconds = clock.seconds()
+    torch.set_num_threads(threads)
+    return seconds
+
+
+def _slowest(samples: list[list[float]], virtual: bool) -> tuple[float, float]:
+    times = torch.tensor(samples, dtype=torch.float64)
+    if not virtual and dist.get_world_size() > 1:
+        times = times.to(_device_of_group())
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    return tuple(median(column) for column in times.T.tolist())
+
+
+def _device_of_group() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -1,0 +1,166 @@
+"""The benchmark runs, counts what it says it counts, and the table of kernels prints."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import error, spawn
+
+from easy_context.attention import sequence_parallel_attention
+from easy_context.layout import Layout
+from easy_context.mesh import init_seq_parallel, reset_mesh
+
+ROOT = Path(__file__).parent.parent
+SIZES = ["--seq-length", "512", "--heads", "4", "--kv-heads", "2", "--head-size", "16", "--dtype", "fp32"]
+COLUMNS = ["system", "mode", "kernel", "mask", "tokens/rank", "forward ms", "forward+backward ms"]
+COLUMNS += ["TFLOP/s forward", "TFLOP/s forward+backward", "% of one call", "limit %", "x ring-flash-attn"]
+MODES = ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"]
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """Imports a module of benchmarks/ as its scripts do."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, *arguments]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "how, masks",
+    [
+        (["--backend", "gloo", "--processes", "2"], ["causal"]),
+        (["--virtual-ranks", "4", "--link", "1"], ["causal", "documents", "window"]),
+    ],
+)
+def test_table_and_json(tmp_path, how, masks):
+    output = tmp_path / "made" / "table"
+    report = ["--peers", "--repeats", "1", "--picture", "--output", str(output)]
+    run("benchmarks/attention.py", *how, *SIZES, "--masks", *masks, *report)
+    lines = output.with_suffix(".md").read_text().splitlines()
+    head = next(line for line in lines if line.startswith("|"))
+    assert [cell.strip() for cell in head.strip("|").split("|")] == COLUMNS
+    content = json.loads(output.with_suffix(".json").read_text())
+    assert {"Command", "Date", "Device", "Method", "Work", "Versions"} < set(content)
+    for mask in masks:
+        rows = {row["mode"]: row for row in content["rows"] if row["mask"] == mask}
+        assert set(rows) == {"one process", *MODES}
+        for row in rows.values():
+            assert row["failure"] is None
+            assert 0 < row["forward_ms"] < row["forward_backward_ms"]
+            assert row["percent_forward_backward"] > 0
+    if "--link" in how:
+        assert all(
+            0 < row["limit_percent"] <= 100
+            for row in content["rows"]
+            if row["mode"] in MODES and row["mask"] == "causal"
+        )
+    assert output.with_suffix(".png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("world, ring", [(4, 2), (8, 2), (5, 5)])
+def test_bytes_are_those_that_the_modes_send(benchmarks, world, ring):
+    """The bytes behind the limit, against what a virtual world counts; the schedule's are those of its busiest rank."""
+    group, workload = benchmarks("virtual_group"), benchmarks("workload")
+    work = workload.Workload(80 * world, 16, 8, 16, torch.float32)
+    ulysses = world // ring
+    pair, grads = workload.bytes_of_ring(work, world, True)
+    schedule = [workload.bytes_of_schedule(work, world, backward) for backward in (False, True)]
+    heads = sum(workload.bytes_of_heads(work, world, world))
+    inner = sum(workload.bytes_of_heads(work, world, ulysses))
+    expected = {
+        "zigzag_ring_attn": ((world - 1) * pair, (world - 1) * pair + world * grads),
+        "ulysses_attn": (heads, heads),
+        "usp_attn": (inner + (ring - 1) * pair, inner + (ring - 1) * pair + ring * grads),
+    }
+    try:
+        group.become(0, world)
+        init_seq_parallel(world, ring)
+        leaves = [torch.randn(1, 80, heads, 16, requires_grad=True) for heads in (16, 8, 8)]
+        for mode in MODES:
+            if world == 5 and mode == "ulysses_attn":
+                continue  # 16 heads on 5 ranks: the first rank's share is not everybody's
+            group.VirtualGroup.bytes_sent = 0
+            out = sequence_parallel_attention(*leaves, seq_algo=mode)
+            forward = group.VirtualGroup.bytes_sent
+            out.backward(torch.ones_like(out))
+            backward = group.VirtualGroup.bytes_sent - forward
+            if mode == "dist_flash_attn":
+                assert forward <= sum(map(sum, schedule[0]))
+                assert backward <= sum(map(sum, schedule[1]))
+            else:
+                assert (forward, backward) == expected[mode], mode
+    finally:
+        dist.destroy_process_group()
+        reset_mesh()
+
+
+def test_flops_are_those_of_the_mask(benchmarks):
+    work = [
+        benchmarks("workload").Workload(4096, 4, 2, 16, torch.float32, mask)
+        for mask in ("causal", "documents", "window")
+    ]
+    positions = torch.arange(4096)
+    causal = positions[:, None] >= positions[None, :]
+    document = torch.bucketize(positions, torch.tensor(work[1].documents[1:]), right=True)
+    allowed = [
+        causal,
+        causal & (document[:, None] == document[None, :]),
+        causal & (positions[:, None] - positions[None, :] < work[2].window),
+    ]
+    for w, pairs in zip(work, allowed, strict=True):
+        assert w.flops == pytest.approx(4 * 16 * 4 * pairs.sum().item(), rel=5e-3)
+
+
+@pytest.mark.parametrize("package", ["ring_flash_attn", "yunchang"])
+def test_peers_compute_attention(package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert all(worst < 0.02 for worst in spawn(errors_of_peers, 2, package.replace("_", "-")))
+
+
+def errors_of_peers(rank: int, world: int, name: str) -> float:
+    """The largest error of the outputs and gradients of a package's modes on this rank, in bf16."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from peers import peers
+    from workload import Workload
+
+    generator = torch.Generator().manual_seed(0)
+    low = [torch.randn(1, 64, heads, 8, generator=generator).bfloat16() for heads in (4, 2, 2, 4)]
+    leaves = [t.float().requires_grad_() for t in low[:3]]
+    q, k, v = (t.transpose(1, 2) for t in leaves)
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    truth.backward(low[3].float())
+    worst = 0.0
+    for system in peers(Workload(64, 4, 2, 8, torch.bfloat16), world, rank, world, torch.device("cpu"), [name]):
+        own = Layout(ring=world, zigzag=system.mode in ("zigzag", "USP")).indices(64, rank)
+        shards = [t[:, own].clone().requires_grad_() for t in low[:3]]
+        out = system.attend(*shards)
+        out.backward(low[3][:, own])
+        pairs = [(out, truth), *((shard.grad, leaf.grad) for shard, leaf in zip(shards, leaves, strict=True))]
+        worst = max(worst, *(error(got.detach().float(), true[:, own].detach()) for got, true in pairs))
+    return worst
+
+
+def test_kernels_print_their_table():
+    table = run("-m", "easy_context.kernels", "--seq-length", "64").splitlines()
+    head, _, *rows = [line for line in table if " | " in line]
+    assert [name.strip() for name in head.split("|")[:7]] == [
+        *("kernel", "here", "forward", "forward+backward", "error out", "error grads", "exact")
+    ]
+    found = {row.split("|")[0].strip(): [cell.strip() for cell in row.split("|")] for row in rows}
+    assert found["cpu_flash"][1] == found["cpu_flash"][6] == "yes"
+    assert "NVIDIA" in found["cudnn"][1]

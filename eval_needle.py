@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from easy_context.engine import load_in_turns
 from easy_context.evaluation.haystack import haystack_sentences
 from easy_context.evaluation.heatmap import draw_heatmap
 from easy_context.evaluation.needle import build_prompt, depth_grid, predict_answers, tokenize_pieces
-from easy_context.evaluation.runtime import add_model_arguments, load_model, start
+from easy_context.evaluation.runtime import add_model_arguments, context_lengths, load_model, load_tokenizer, start
 from easy_context.script import run
 
 
@@ -43,15 +42,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def context_lengths(args: argparse.Namespace) -> list[int]:
-    shortest, longest, step = args.min_context_length, args.max_context_length, args.context_interval
-    if not 1 <= shortest <= longest or (step is not None and step < 1):
-        raise ValueError("expected 1 <= --min_context_length <= --max_context_length, and --context_interval above 0")
-    if step is None:
-        return [shortest << i for i in range((longest // shortest).bit_length())]
-    return list(range(shortest, longest + 1, step))
-
-
 def load_haystack(args: argparse.Namespace, tokenizer, accelerator) -> list[list[int]]:
     sentences = load_in_turns(accelerator, lambda: haystack_sentences(args.haystack_dir))
     haystack = tokenize_pieces(tokenizer, [f" {sentence}" for sentence in sentences])
@@ -64,7 +54,7 @@ def load_haystack(args: argparse.Namespace, tokenizer, accelerator) -> list[list
 
 def evaluate(args: argparse.Namespace, lengths: list[int], accelerator) -> list[dict]:
     """One record a trial: length, depth, sample, city, number, where the needle is, what was predicted."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
     haystack = load_haystack(args, tokenizer, accelerator)
     cells = [(depth, sample) for depth in depth_grid(args.depth_interval) for sample in range(args.num_samples)]
     prompt = partial(
@@ -126,7 +116,7 @@ def write(args: argparse.Namespace, trials: list[dict]) -> None:
 
 def main() -> None:
     args = arguments()
-    lengths = context_lengths(args)
+    lengths = context_lengths(args.min_context_length, args.max_context_length, args.context_interval)
     accelerator = start(parallel_mode=args.parallel_mode, ring_degree=args.ring_degree, dtype=args.dtype)
     trials = evaluate(args, lengths, accelerator)
     if accelerator.is_main_process:

@@ -16,12 +16,18 @@ from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from easy_context.engine import load_in_turns
 from easy_context.evaluation.documents import choose_documents, text_documents, tokenized_documents
 from easy_context.evaluation.perplexity import perplexity
-from easy_context.evaluation.runtime import add_model_arguments, leading_tokens, load_model, start
+from easy_context.evaluation.runtime import (
+    add_model_arguments,
+    context_lengths,
+    leading_tokens,
+    load_model,
+    load_tokenizer,
+    start,
+)
 from easy_context.script import run
 
 
@@ -57,15 +63,6 @@ def integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def context_lengths(shortest: int, longest: int, step: int | None) -> list[int]:
-    """`shortest` to `longest`, in steps or doubling. ValueError where that is nothing."""
-    if not 2 <= shortest <= longest or (step is not None and step < 1):
-        raise ValueError("expected 2 <= --min-tokens <= --max-tokens, and --tokens-step above 0")
-    if step is not None:
-        return list(range(shortest, longest + 1, step))
-    return [shortest << i for i in range((longest // shortest).bit_length())]
-
-
 def load_documents(args: argparse.Namespace, tokenizer) -> list[list[int]]:
     if args.tokenized:
         documents = tokenized_documents(args.tokenized, subset=args.subset, split=args.split)
@@ -84,7 +81,7 @@ def save_documents(documents: list[list[int]], directory: str) -> None:
 
 def measure(name: str, lengths: list[int], args: argparse.Namespace, accelerator) -> list[dict]:
     """One record a length: tokens of the window, scored tokens, nll, perplexity, and the same of every segment."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = load_tokenizer(name)
     documents = load_in_turns(accelerator, lambda: load_documents(args, tokenizer))
     if args.save_tokenized and accelerator.is_main_process:
         save_documents(documents, args.save_tokenized)
@@ -113,6 +110,7 @@ def measure(name: str, lengths: list[int], args: argparse.Namespace, accelerator
         accelerator.print(f"{name} at {length:,} tokens: {show(whole)}{note}")
         for segment in segments:
             accelerator.print(f"    tokens {segment.start:,} to {segment.stop:,}: {show(segment)}")
+    accelerator.free_memory()
     return records
 
 
@@ -135,9 +133,8 @@ def write(args: argparse.Namespace, lengths: list[int], results: dict[str, list[
             for name, records in results.items()
             for r in records
         }
-        write_csv(
-            args.output_file.with_suffix(".segments.csv"), ["place in the context (tokens)", *args.segments[1:]], rows
-        )
+        header = ["place in the context (tokens)", *args.segments[1:]]
+        write_csv(args.output_file.with_suffix(".segments.csv"), header, rows)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     report = {"settings": settings, "models": [{"model": n, "lengths": r} for n, r in results.items()]}
     args.output_file.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")

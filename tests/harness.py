@@ -111,7 +111,8 @@ def _call(module: str, name: str, rank: int, world: int, port: int, args: tuple)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS // 2))
         value = getattr(import_module(module), name)(rank, world, *args)
-        dist.barrier()  # rank 0 keeps the store: it must not leave while another rank still sets up groups
+        if dist.is_initialized():  # a script's end has destroyed it
+            dist.barrier()  # rank 0 keeps the store: it must not leave while another rank still sets up groups
         return True, value
     except Exception:
         return False, traceback.format_exc()

@@ -6,6 +6,7 @@ of its own and takes other texts. Sums over all ranks then hold for every mode a
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bf16", help="of the weights")
 
 
+def context_lengths(shortest: int, longest: int, step: int | None) -> list[int]:
+    """From `shortest` up to `longest` tokens: in steps, or doubling without. ValueError where that is nothing."""
+    if not 2 <= shortest <= longest:
+        raise ValueError(f"context lengths from {shortest} to {longest}: expected 2 <= shortest <= longest")
+    if step is None:
+        return [shortest << i for i in range((longest // shortest).bit_length())]
+    if step < 1:
+        raise ValueError(f"context lengths in steps of {step}: expected at least 1")
+    return list(range(shortest, longest + 1, step))
+
+
 def start(*, parallel_mode: str, ring_degree: int | None, dtype: str):
     """The `Accelerator`; builds the groups: the whole world shares a text, in `data_parallel` nobody does.
 
@@ -39,6 +51,15 @@ def start(*, parallel_mode: str, ring_degree: int | None, dtype: str):
     accelerator = make_accelerator(step, seed=0, tracker=None, tracker_dir=".")
     init_seq_parallel(1 if parallel_mode == "data_parallel" else None, ring_degree)
     return accelerator
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a model from the hub or a directory; ValueError for a path where there is nothing."""
+    from transformers import AutoTokenizer
+
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise ValueError(f"--model {name}: there is no such directory")
+    return AutoTokenizer.from_pretrained(name)
 
 
 def load_model(name: str, accelerator, *, parallel_mode: str, rope_theta: float | None, dtype: str):

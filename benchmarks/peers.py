@@ -49,12 +49,9 @@ def _flash_attn_backward(
     """As flash-attn 2.8: fills dq, dk and dv."""
     assert dropout_p == 0 and alibi_slopes is None and not softcap and window_size_left == -1
     if q.is_cuda:
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        lengths = q.shape[1], k.shape[1]
-        grads = aten._flash_attention_backward(
-            *(dout, q, k, v, out, softmax_lse.contiguous(), None, None, *lengths, 0.0, causal, *unused),
-            scale=softmax_scale,
-        )
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of a dropout
+        how = None, None, q.shape[1], k.shape[1], 0.0, causal, *unused
+        grads = aten._flash_attention_backward(dout, q, k, v, out, softmax_lse.contiguous(), *how, scale=softmax_scale)
     else:
         heads_first = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -130,8 +130,8 @@ def _method(args: argparse.Namespace) -> str:
     samples = f"medians of {args.repeats} samples, systems in turns"
     if args.virtual_ranks:
         return (
-            f"ranks of a world of {args.virtual_ranks} played on one device, for all systems alike: messages are copies "
-            f"there, everything is measured but the wire; the slowest rank; {samples}"
+            f"ranks of a world of {args.virtual_ranks} played on one device with copies as messages, all systems "
+            f"alike; everything is measured but the wire; the slowest rank; {samples}"
         )
     if args.backend == "gloo":
         return (

@@ -12,10 +12,15 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as MapDataset
 
-from easy_context import init_seq_parallel, prepare_dataloader
+from easy_context import (
+    apply_seq_parallel_monkey_patch,
+    init_seq_parallel,
+    prepare_dataloader,
+    remove_seq_parallel_monkey_patch,
+)
 from easy_context.data import collate, micro_batches
 from easy_context.dataset import load_tokenized
-from tests.harness import spawn
+from tests.harness import spawn, tiny_model
 
 ROWS = {"input_ids": [list(range(20)), list(range(30, 37)), list(range(40, 48))]}
 
@@ -159,19 +164,20 @@ def read_epochs(rank: int, world: int, mode: str, sp_size: int, kind: str):
     accelerator = fresh_accelerator(rank)
     init_seq_parallel(sp_size)
     dataset = Stream() if kind == "stream" else Noisy()
-    options = {} if kind == "stream" else {"shuffle": kind == "shuffled", "num_workers": int(sp_size > 1)}
+    worker = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "augmented" else {}
+    options = {} if kind == "stream" else {"shuffle": kind != "in order", **worker}
     loader = prepare_dataloader(mode, DataLoader(dataset, batch_size=2, **options), accelerator)
     epochs = [list(loader), list(loader)]
     loader.set_epoch(1)
     resumed = list(skip_first_batches(loader, 2))
     indices = [[batch["index"].tolist() for batch in epoch] for epoch in (*epochs, resumed)]
-    return indices, [batch["noise"].tolist() for batch in epochs[0] if "noise" in batch]
+    return indices, [batch["noise"].tolist() for batch in epochs[0]] if kind == "augmented" else None
 
 
 @pytest.mark.parametrize(
     ("mode", "sp_size", "kind"),
     [
-        ("zigzag_ring_attn", 2, "shuffled"),
+        ("zigzag_ring_attn", 2, "augmented"),
         ("usp_attn", 2, "in order"),
         ("ulysses_attn", 2, "stream"),
         ("dist_flash_attn", 4, "stream"),
@@ -211,3 +217,53 @@ def test_deepspeed_learns_the_batch_size_and_unknown_modes_are_refused():
     assert filled == {"train_micro_batch_size_per_gpu": 3}
     with pytest.raises(ValueError, match="unknown mode 'nonsense'"):
         prepare_dataloader("nonsense", DataLoader(Noisy()), accelerator)
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["across", "separate"])
+def test_packing_loses_nothing_but_the_end(tmp_path, packing):
+    rows = load_tokenized(saved(tmp_path / "data", "saved"), seq_length=8, packing=packing)
+    stream = torch.cat([row["input_ids"] for row in rows])
+    assert stream.tolist() == sum(ROWS["input_ids"], [])[:32]
+    batch = collate(list(rows))
+    if packing == "across":
+        assert batch["position_ids"] is None
+        assert batch["target_ids"][2, 3] == 30  # the next row's first token
+        return
+    expected = [[*range(8)], [*range(8)], [0, 1, 2, 3, *range(4)], [0, 1, 2, *range(5)]]
+    assert batch["position_ids"].tolist() == expected  # rows of 20, 7 and 8 tokens, cut every 8
+    assert batch["target_ids"][2].tolist() == [17, 18, 19, -100, 31, 32, 33, -100]
+
+
+def test_packed_rows_train_as_if_each_were_alone(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, 97, (length,), generator=generator) for length in (5, 9, 1, 17)]
+    Dataset.from_dict({"input_ids": [d.tolist() for d in documents]}).save_to_disk(tmp_path / "data")
+    (row,) = load_tokenized(str(tmp_path / "data"), seq_length=32, packing="separate")
+    batch = collate([row])
+    apply_seq_parallel_monkey_patch("data_parallel", "llama")
+    model = tiny_model()
+    logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    packed = torch.nn.functional.cross_entropy(logits[0], batch["target_ids"][0], reduction="sum")
+    remove_seq_parallel_monkey_patch()
+    alone = sum(
+        torch.nn.functional.cross_entropy(model(d[None]).logits[0, :-1], d[1:], reduction="sum")
+        for d in documents
+        if len(d) > 1
+    )
+    assert abs(packed.item() - alone.item()) < 1e-9 * alone.item()
+
+
+def test_text_is_packed_separately_when_asked(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("defgh")
+    rows = load_tokenized(str(tmp_path), seq_length=5, tokenizer=Letters(), packing="separate")
+    assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 0, 4], [5, 6, 7, 8, 0]]
+    assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 3, 0], [0, 1, 2, 3, 4]]
+
+
+def test_an_unknown_packing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--packing is one of"):
+        load_tokenized(saved(tmp_path / "data", "saved"), seq_length=8, packing="tight")

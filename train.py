@@ -36,8 +36,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def load_config(args: Namespace):
     config = AutoConfig.from_pretrained(args.model)
-    if args.rope_theta is not None:
-        set_rope(config, theta=args.rope_theta)
+    if args.rope_theta is not None or args.rope_scaling:
+        set_rope(config, theta=args.rope_theta, scaling=args.rope_scaling)
     if config.rope_parameters.get("rope_type") in ("default", "llama3"):  # others compute their frequencies with it
         config.max_position_embeddings = max(config.max_position_embeddings, args.seq_length)
     return config
@@ -46,8 +46,9 @@ def load_config(args: Namespace):
 def load_inputs(args: Namespace):
     """Configuration, tokenizer, sequences to train on, and held-out ones or None."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = load_tokenized(args.dataset, tokenizer=tokenizer, seq_length=args.seq_length)
-    held_out = args.eval_dataset and load_tokenized(args.eval_dataset, tokenizer=tokenizer, seq_length=args.seq_length)
+    settings = {"tokenizer": tokenizer, "seq_length": args.seq_length, "packing": args.packing}
+    rows = load_tokenized(args.dataset, **settings)
+    held_out = args.eval_dataset and load_tokenized(args.eval_dataset, **settings)
     return load_config(args), tokenizer, rows, held_out
 
 
@@ -81,7 +82,8 @@ def learning_rate(step: int, args: Namespace) -> float:
 def shard(batch: dict, args: Namespace, accelerator) -> dict:
     """This rank's share of a batch, as keyword arguments of the model."""
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
-    local = ec.prepare_seq_parallel_inputs(args.parallel_mode, batch["input_ids"], None, batch["target_ids"], *place)
+    tensors = (batch[name] for name in ("input_ids", "position_ids", "target_ids"))
+    local = ec.prepare_seq_parallel_inputs(args.parallel_mode, *tensors, *place)
     return {name.removeprefix("local_"): tensor for name, tensor in local.items()}
 
 
@@ -123,6 +125,8 @@ def evaluate(model, loader, args: Namespace, accelerator) -> float:
 
 def main() -> None:
     args = parse_args(__doc__.partition("\n")[0])
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     plan = check(args, int(os.environ.get("WORLD_SIZE", 1)))
     if args.dry_run:
         local = Path(args.model).is_dir()
@@ -133,7 +137,7 @@ def main() -> None:
     accelerator = make_accelerator(step_settings(args), seed=args.seed, tracker=tracker, tracker_dir=tracker_dir)
     mesh = ec.init_seq_parallel(args.seq_parallel_size, args.ring_degree)
     claim_output_dir(args.output_dir, accelerator, resume=args.resume is not None, overwrite=args.overwrite_output_dir)
-    set_seed(args.seed)
+    set_seed(args.seed, deterministic=args.deterministic)
     config, tokenizer, rows, held_out = load_in_turns(accelerator, lambda: load_inputs(args))
     if len(rows) < args.batch_size * mesh.data_size:
         raise ValueError(f"--dataset has {len(rows)} sequences, fewer than --batch-size x {mesh.data_size} groups")

@@ -113,12 +113,14 @@ def prepare_dataloader(seq_algo: str, dataloader: DataLoader, accelerator) -> Da
     return loader
 
 
-def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-    """Rows of equal length to `input_ids` and `target_ids`, both `[B, S]` int64.
+def collate(rows: list[dict]) -> dict[str, torch.Tensor | None]:
+    """Rows of equal length to `input_ids`, `target_ids` and `position_ids`, `[B, S]` int64; the last is None where
+    rows are not packed.
 
     Targets are the next tokens of the whole row, -100 at its end: nothing needs shifting after this. A row's
     `labels` (as long as `input_ids`, unshifted, -100 where ignored, as in transformers) or its `loss_mask`
-    (true for tokens that are to be predicted) decide which count; without either all do.
+    (true for tokens that are to be predicted) decide which count; without either all do. The first token of a
+    packed document, where `position_ids` are 0, is not predicted from the document before.
     """
 
     def stack(name: str) -> torch.Tensor:
@@ -129,7 +131,11 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
         labels = stack("labels")
     elif "loss_mask" in rows[0]:
         labels = input_ids.masked_fill(stack("loss_mask") == 0, IGNORE_INDEX)
-    return {"input_ids": input_ids, "target_ids": F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)}
+    position_ids = stack("position_ids") if "position_ids" in rows[0] else None
+    if position_ids is not None:
+        labels = labels.masked_fill(position_ids == 0, IGNORE_INDEX)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return {"input_ids": input_ids, "target_ids": targets, "position_ids": position_ids}
 
 
 def micro_batches(loader: DataLoader, consumed: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -13,7 +13,12 @@ logger = logging.getLogger(__name__)
 _TABLES = {".parquet": "parquet", ".jsonl": "json", ".arrow": "arrow", ".json": "json"}
 
 
-def load_tokenized(path_or_name: str, *, seq_length: int, tokenizer=None, split: str = "train"):
+PACKINGS = ("across", "separate")
+
+
+def load_tokenized(
+    path_or_name: str, *, seq_length: int, tokenizer=None, split: str = "train", packing: str | None = None
+):
     """Rows of exactly `seq_length` tokens from nearly anything.
 
     Args:
@@ -24,19 +29,27 @@ def load_tokenized(path_or_name: str, *, seq_length: int, tokenizer=None, split:
         tokenizer: needed where the rows have `text` instead of `input_ids`. Documents are tokenized without
             special tokens, concatenated with the end-of-sequence token after each, and cut.
         split: of a dataset that has several.
+        packing: None cuts each tokenized row by itself. "across" concatenates rows to full sequences and lets
+            attention reach across them, as pretraining does: every token has a full context, if an unrelated
+            one. "separate" concatenates them too, but each row attends to itself only: adds `position_ids` that
+            restart with each row, for short samples that must not see each other (instruction tuning). Text is
+            always concatenated, "across" unless told otherwise.
 
     Returns a `datasets.Dataset` of torch tensors with `input_ids` and, where the source had it, `labels` or
     `loss_mask`. Longer rows are cut into pieces from their start; what remains, and rows that are too short,
-    are dropped, and a warning says how much that was. Other columns are left out.
+    are dropped (unless packed), and a warning says how much that was. Other columns are left out.
 
     Raises ValueError where there is neither `input_ids` nor `text`, where a row's `labels` or `loss_mask`
     differs from it in length, or nothing is long enough; FileNotFoundError where there is nothing at all.
     """
     rows = open_rows(path_or_name, split)
     if "input_ids" in rows.column_names:
-        return _cut_rows(rows, path_or_name, seq_length).with_format("torch")
+        rows = _tokenized_columns(rows, path_or_name)
+        cut = _pack(rows, path_or_name, seq_length, packing) if packing else _cut_rows(rows, path_or_name, seq_length)
+        return cut.with_format("torch")
     if "text" in rows.column_names:
-        return _cut_text(rows, path_or_name, seq_length, tokenizer).with_format("torch")
+        documents = _tokenize(rows, path_or_name, tokenizer)
+        return _pack(documents, path_or_name, seq_length, packing or "across").with_format("torch")
     raise ValueError(
         f"dataset {path_or_name!r} has neither a column 'input_ids' nor 'text', only {rows.column_names}: "
         "tokenize it, or rename its column"
@@ -102,24 +115,29 @@ def _lengths(rows, column: str):
     return pc.list_value_length(rows.with_format("arrow")[:][column]).to_numpy()
 
 
-def _cut_rows(rows, name: str, seq_length: int):
-    """Tokenized rows to pieces of `seq_length`, with their labels or mask."""
-    from datasets import Dataset
-
+def _tokenized_columns(rows, name: str):
+    """The rows with their labels or mask, checked, without other columns."""
     columns = ["input_ids", *({"labels", "loss_mask"} & set(rows.column_names))]
     if len(columns) > 2:
         raise ValueError(f"dataset {name!r} has both 'labels' and 'loss_mask': keep the one that is meant")
-    rows = rows.select_columns(columns)
     lengths = _lengths(rows, "input_ids")
     for column in columns[1:]:
         wrong = (_lengths(rows, column) != lengths).nonzero()[0]
         if len(wrong):
             raise ValueError(f"dataset {name!r}: {column!r} of row {wrong[0]} is not as long as its 'input_ids'")
+    return rows.select_columns(columns)
+
+
+def _cut_rows(rows, name: str, seq_length: int):
+    """Each row to pieces of `seq_length`."""
+    from datasets import Dataset
+
+    lengths = _lengths(rows, "input_ids")
     if not len(lengths) or lengths.max() < seq_length:
         longest = lengths.max() if len(lengths) else 0
         raise ValueError(
             f"dataset {name!r}: none of its {len(lengths)} rows has --seq-length {seq_length} tokens, the "
-            f"longest has {longest}: take a shorter --seq-length, or longer rows"
+            f"longest has {longest}: take a shorter --seq-length, longer rows, or --packing"
         )
     if (lengths == seq_length).all():
         return rows
@@ -140,11 +158,8 @@ def _pieces(rows, seq_length: int):
             yield {column: values[start : start + seq_length] for column, values in row.items()}
 
 
-def _cut_text(rows, name: str, seq_length: int, tokenizer):
-    """Documents to one stream of tokens, cut into pieces of `seq_length`; the end of the stream is
-    dropped."""
-    from datasets import Dataset
-
+def _tokenize(rows, name: str, tokenizer):
+    """Documents of text to rows of tokens, each with the end-of-sequence token at its end."""
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None:
         raise ValueError(f"dataset {name!r} is text: it takes a tokenizer with an end-of-sequence token")
@@ -153,21 +168,43 @@ def _cut_text(rows, name: str, seq_length: int, tokenizer):
         documents = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
         return {"input_ids": [[*ids, eos] for ids in documents]}
 
-    documents = rows.map(tokenize, batched=True, batch_size=16, remove_columns=rows.column_names, desc="tokenizing")
+    return rows.map(tokenize, batched=True, batch_size=16, remove_columns=rows.column_names, desc="tokenizing")
+
+
+def _pack(documents, name: str, seq_length: int, packing: str):
+    """Documents to one stream of tokens, cut into pieces of `seq_length`; the end of the stream is dropped."""
+    from datasets import Dataset
+
+    if packing not in PACKINGS:
+        raise ValueError(f"--packing is one of {PACKINGS}, not {packing!r}")
     tokens = _lengths(documents, "input_ids").sum()
     if tokens < seq_length:
         raise ValueError(f"dataset {name!r} holds {tokens} tokens, fewer than --seq-length {seq_length}: add text")
     logger.info("%s: %d documents, %d tokens, the last %d dropped", name, len(documents), tokens, tokens % seq_length)
-    return Dataset.from_generator(_packed, gen_kwargs={"documents": documents, "seq_length": seq_length})
+    settings = {"documents": documents, "seq_length": seq_length, "separate": packing == "separate"}
+    return Dataset.from_generator(_stream, gen_kwargs=settings)
 
 
-def _packed(documents, seq_length: int):
+def _stream(documents, seq_length: int, separate: bool):
     import numpy as np
 
-    rest = np.empty(0, dtype=np.int64)
+    held: dict[str, np.ndarray] = {}
     for row in documents.with_format("numpy"):
-        rest = np.concatenate([rest, row["input_ids"]])
-        whole = len(rest) // seq_length * seq_length
+        if separate:
+            row["position_ids"] = np.arange(len(row["input_ids"]))
+        held = {column: np.concatenate([held.get(column, values[:0]), values]) for column, values in row.items()}
+        whole = len(held["input_ids"]) // seq_length * seq_length
         for start in range(0, whole, seq_length):
-            yield {"input_ids": rest[start : start + seq_length]}
-        rest = rest[whole:]
+            piece = {column: values[start : start + seq_length] for column, values in held.items()}
+            if separate:
+                piece["position_ids"] = _from_zero(piece["position_ids"])
+            yield piece
+        held = {column: values[whole:] for column, values in held.items()}
+
+
+def _from_zero(positions):
+    """A document that begins in the piece before counts from the start of this one."""
+    restart = (positions == 0).argmax() if (positions == 0).any() else len(positions)
+    positions = positions.copy()
+    positions[:restart] -= positions[0]
+    return positions

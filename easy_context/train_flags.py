@@ -4,8 +4,10 @@
 """
 
 import argparse
+import json
 from pathlib import Path
 
+from .dataset import PACKINGS
 from .engine import StepSettings, check_deepspeed_file
 from .mesh import split_degrees
 from .modes import available_modes
@@ -19,6 +21,7 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--output-dir", type=Path, required=True, help="on storage that all nodes share")
     add("--overwrite-output-dir", action="store_true", help="replace the results of an earlier run")
     add("--rope-theta", type=float, help="rotary base; without it the model's own")
+    add("--rope-scaling", type=json.loads, metavar="JSON", help='such as {"rope_type": "yarn", "factor": 4}')
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank on all linear layers")
     add(
         "--dtype",
@@ -29,9 +32,11 @@ def parse_args(description: str) -> argparse.Namespace:
     add = parser.add_argument_group("data").add_argument
     add("--dataset", required=True, help="hub name, saved dataset, parquet or json files, text file or directory")
     add("--seq-length", type=int, default=32768, help="tokens of a sequence")
+    add("--packing", choices=PACKINGS, help="join rows to full sequences, with or without attention across them")
     add("--eval-dataset", help="held-out sequences for a validation loss")
     add("--eval-steps", type=int, default=100, help="steps from one validation to the next")
     add("--num-workers", type=int, default=0, help="processes that load data, per rank")
+    add("--deterministic", action="store_true", help="bit-identical runs, by slower kernels where need be")
     add("--seed", type=int, default=42, help="of the order of the data, and all else that is random")
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=int, default=1, help="sequences of a micro-step, per sequence-parallel group")

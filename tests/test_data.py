@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
+from harness import spawn, tiny_model
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as MapDataset
 
@@ -20,7 +21,6 @@ from easy_context import (
 )
 from easy_context.data import collate, micro_batches
 from easy_context.dataset import load_tokenized
-from tests.harness import spawn, tiny_model
 
 ROWS = {"input_ids": [list(range(20)), list(range(30, 37)), list(range(40, 48))]}
 

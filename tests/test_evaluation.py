@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from harness import spawn, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -23,7 +24,6 @@ from easy_context.evaluation.needle import build_prompt, depth_grid, predict_ans
 from easy_context.evaluation.perplexity import perplexity, windows
 from easy_context.evaluation.runtime import context_lengths, leading_tokens, turns
 from easy_context.mesh import reset_mesh
-from tests.harness import spawn, tiny_model
 
 SENTENCES = [
     "A list is a sequence of values that may be changed in place.",

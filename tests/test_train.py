@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from harness import tiny_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import train
 from easy_context.engine import StepSettings, check_deepspeed_file
 from easy_context.metrics import flops_per_token, progress_line
 from easy_context.train_flags import check, parse_args
-from tests.harness import tiny_model
 
 ROOT = Path(__file__).parent.parent
 STEPS = 10
@@ -103,6 +103,28 @@ def assert_follows(records: list[dict], truth: list[dict], tolerance: float):
     for record, true in zip(records, truth, strict=True):
         for name in {"loss", "grad_norm", "lr", "eval_loss"} & set(true):
             assert record[name] == pytest.approx(true[name], rel=tolerance), (name, true["step"])
+
+
+def test_one_process_follows_a_plain_loop_over_all_rows(material, tmp_path):
+    """Two micro-batches of 12 are the whole dataset in any order, so each step is one on the whole of it."""
+    flags = {"--batch-size": 12, "--max-train-steps": 3, "--weight-decay": 0.1, "--checkpointing-steps": 9}
+    records = finish("serial", material, tmp_path / "output", **flags)
+
+    config = AutoConfig.from_pretrained(material / "model")
+    config.rope_parameters["rope_theta"] = 50000
+    model = AutoModelForCausalLM.from_pretrained(material / "model", config=config)
+    rows = Dataset.load_from_disk(material / "train").with_format("torch")[:]
+    labels = rows["input_ids"].masked_fill(rows["loss_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    for record, rate in zip(records, (0.5e-3, 1e-3, 1e-3), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        logits = model(rows["input_ids"]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_follows([record], [{**record, "loss": loss.item(), "grad_norm": norm.item(), "lr": rate}], 1e-5)
 
 
 def test_zero3_with_offload_follows_one_process(runs):

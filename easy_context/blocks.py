@@ -193,7 +193,7 @@ def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], dq, dk, dv
         kernel, how = _call(b, *qkv[:2], scores)
         grads = kernel.backward(dout[rows], *qkv, out[rows], lse[b.batch, :, b.q], scale=scores.scale, **how)
         for total, where, grad in zip((dq, dk, dv), (b.q, b.k, b.k), grads, strict=True):
-            total[b.batch, where] += grad
+            total[b.batch, where].add_(grad)
 
 
 def _call(b: Block, q: torch.Tensor, k: torch.Tensor, scores: Scores):

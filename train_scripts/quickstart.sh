@@ -68,7 +68,7 @@ settings_cpu() {
 
 settings_gpu() {
     NAME=SmolLM2-135M-128K
-    THETA=10000000
+    THETA=1e7
     TEXT=(--train 32768:366 131072:49 --held-out-rows 131072:6 --recall-share 0.08)
     PPL=(--min-tokens 4096 --max-tokens 131072 --sliding-window 131072)
     NEEDLE=(--min_context_length 4096 --max_context_length 131072 --num_samples 8)

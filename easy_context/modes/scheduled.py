@@ -206,7 +206,7 @@ class _Backward(_Pass):
         if task.query == task.worker:
             return [pack(*self.own_keys(task))]
         lse = self.lse[:, :, task.rows(self.q.shape[1])].contiguous()
-        return [pack(*(self.rows_of(task, t) for t in (self.q, self.dout, self.out))), lse]
+        return [*(self.rows_of(task, t) for t in (self.q, self.dout, self.out)), lse]
 
     def compute(self, task, supplied):
         rows, keys = task.rows(self.q.shape[1]), self.keys(task)
@@ -219,8 +219,8 @@ class _Backward(_Pass):
             grads = supplied[0].new_zeros(supplied[0].shape, dtype=self.wide)
             (k, v), (dk, dv), back = unpack(supplied[0], k.shape, v.shape), unpack(grads, k.shape, v.shape), [grads]
         elif supplied:
-            q, dout, out = unpack(supplied[0], q.shape, q.shape, q.shape)
-            lse, dq = supplied[1], q.new_zeros(q.shape, dtype=self.wide)
+            q, dout, out, lse = supplied
+            dq = q.new_zeros(q.shape, dtype=self.wide)
             back = [dq]
         attend_backward(dout, q, k, v, out, lse, self.blocks_in_range(task), dq, dk, dv, self.ctx.scores)
         return back
@@ -235,9 +235,9 @@ class _Backward(_Pass):
         if task.query == task.worker:
             keys, shapes = self.keys(task), [t.shape for t in self.own_keys(task)]
             for total, grad in zip((self.dk, self.dv), unpack(results[0], *shapes), strict=True):
-                total[:, keys] += grad
+                total[:, keys].add_(grad)
         else:
-            self.dq[:, task.rows(self.q.shape[1])] += results[0]
+            self.dq[:, task.rows(self.q.shape[1])].add_(results[0])
 
 
 def _only(tasks) -> Task | None:

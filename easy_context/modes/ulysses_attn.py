@@ -103,7 +103,7 @@ def _to_sequence(comm: Comm, ranges, heads, tensors) -> tuple[torch.Tensor, ...]
     ]
     for rank, part in enumerate(received.split(sizes)):
         for total, r, own in zip(totals, ranges, unpack(part, *shapes[rank]), strict=True):
-            total[:, :, slice(*r[rank])] += own
+            total[:, :, slice(*r[rank])].add_(own)
     return tuple(totals)
 
 

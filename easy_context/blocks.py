@@ -185,15 +185,26 @@ def attend(q, k, v, blocks: Sequence[Block], partial: Partial, scores: Scores) -
         partial.add(*kernel.forward(*qkv, scale=scores.scale, **how), b.batch, b.q)
 
 
-def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], dq, dk, dv, scores: Scores) -> None:
-    """Add the gradients of `blocks` to dq, dk, dv (float32 or more, shapes of q, k, v); `out`, `lse` are global."""
-    for b in blocks:
-        rows = b.batch, b.q
-        qkv = q[rows], k[b.batch, b.k], v[b.batch, b.k]
-        kernel, how = _call(b, *qkv[:2], scores)
-        grads = kernel.backward(dout[rows], *qkv, out[rows], lse[b.batch, :, b.q], scale=scores.scale, **how)
-        for total, where, grad in zip((dq, dk, dv), (b.q, b.k, b.k), grads, strict=True):
-            total[b.batch, where].add_(grad)
+def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], scores: Scores) -> "list[Gradients]":
+    """The gradients of each of `blocks`; `out` and `lse` are global. `add_gradients` puts them where they belong."""
+    return [_block_backward(b, dout, q, k, v, out, lse, scores) for b in blocks]
+
+
+Gradients = tuple[Block, tuple[torch.Tensor, ...]]
+
+
+def _block_backward(b: Block, dout, q, k, v, out, lse, scores: Scores) -> Gradients:
+    rows = b.batch, b.q
+    qkv = q[rows], k[b.batch, b.k], v[b.batch, b.k]
+    kernel, how = _call(b, *qkv[:2], scores)
+    return b, kernel.backward(dout[rows], *qkv, out[rows], lse[b.batch, :, b.q], scale=scores.scale, **how)
+
+
+def add_gradients(gradients: list[Gradients], dq, dk, dv) -> None:
+    """Add up in dq, dk, dv, which have the shapes of q, k, v, in float32 or more."""
+    for b, parts in gradients:
+        for total, where, part in zip((dq, dk, dv), (b.q, b.k, b.k), parts, strict=True):
+            total[b.batch, where].add_(part)
 
 
 def _call(b: Block, q: torch.Tensor, k: torch.Tensor, scores: Scores):

@@ -160,16 +160,18 @@ def test_sliding_windows(mode, world, window):
         ("phi3", {"sliding_window": 6}),
     ],
 )
-def test_windows_and_soft_caps_of_families(family, config):
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "usp_attn"])
+def test_windows_and_soft_caps_of_families(family, config, mode):
     ids, targets = batch_of(30)
-    results = spawn(parallel, 2, "zigzag_ring_attn", family, ids, targets, None, config)
+    results = spawn(parallel, 4, mode, family, ids, targets, None, config)
     check(results, serial(family, ids, targets, **config), LOOSE.get(family, EXACT))
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_mixture_of_experts(family):
+def test_mixture_of_experts(family, mode):
     config = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config["experts_implementation"] = "eager"  # the other ones take no float64
     ids, targets = batch_of(30)
-    results = spawn(parallel, 2, "zigzag_ring_attn", family, ids, targets, None, config)
+    results = spawn(parallel, 2, mode, family, ids, targets, None, config)
     check(results, serial(family, ids, targets, **config), 1e-5)  # the router computes in float32

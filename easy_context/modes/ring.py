@@ -13,7 +13,7 @@ linearly.
 
 import torch
 
-from ..blocks import Partial, attend, attend_backward
+from ..blocks import Partial, add_gradients, attend, attend_backward
 from ..comm import Comm, pack, pass_on, unpack
 from ..layout import Span
 from .base import AttentionContext
@@ -70,13 +70,14 @@ def ring_backward(dout, q, k, v, out, lse, ctx: AttentionContext, comm: Comm, sp
     for step in range(comm.size):
         if step + 1 < comm.size:
             arriving, pending = pass_on(comm, pair)
-        grads = k.new_zeros(k.numel() + v.numel(), dtype=wide)
         blocks = ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size])
-        held, gathered = _held(pair, k, v), unpack(grads, k.shape, v.shape)
-        attend_backward(dout, q, *held, out, lse, blocks, dq, *gathered, ctx.scores)
-        if travelling is not None:  # the other ranks' share of this shard's gradient arrives behind the shard
-            travelling[1].wait()
-            grads += travelling[0]
+        parts = attend_backward(dout, q, *_held(pair, k, v), out, lse, blocks, ctx.scores)
+        if travelling is None:
+            grads = k.new_zeros(k.numel() + v.numel(), dtype=wide)
+        else:  # the other ranks' share of this shard's gradient arrives behind the shard
+            grads, pending_grads = travelling
+            pending_grads.wait()
+        add_gradients(parts, dq, *unpack(grads, k.shape, v.shape))
         if comm.size > 1:
             travelling = pass_on(comm, grads)
         if step + 1 < comm.size:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..blocks import Block, Partial, attend, attend_backward
+from ..blocks import Block, Partial, add_gradients, attend, attend_backward
 from ..comm import Comm, pack, unpack
 from ..layout import Span
 from .base import AttentionContext
@@ -222,7 +222,7 @@ class _Backward(_Pass):
             q, dout, out, lse = supplied
             dq = q.new_zeros(q.shape, dtype=self.wide)
             back = [dq]
-        attend_backward(dout, q, k, v, out, lse, self.blocks_in_range(task), dq, dk, dv, self.ctx.scores)
+        add_gradients(attend_backward(dout, q, k, v, out, lse, self.blocks_in_range(task), self.ctx.scores), dq, dk, dv)
         return back
 
     def room(self, task):

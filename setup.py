@@ -44,6 +44,7 @@ setup(
         "safetensors>=0.5,<1",
         "numpy>=1.26,<3",
         "matplotlib>=3.8,<4",
+        "psutil>=5.9",
         "rich>=13",
         "tqdm>=4.66,<5",
     ],

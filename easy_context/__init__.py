@@ -18,7 +18,9 @@ _HOME = {
     "seq_parallel_loss": "loss",
     "seq_parallel_loss_from_hidden": "loss",
     "CausalLMWithLoss": "loss",
+    "global_num_items": "loss",
     "apply_unsloth_offloaded_gradient_checkpoint_monkey_patch": "memory.offload",
+    "remove_unsloth_offloaded_gradient_checkpoint_monkey_patch": "memory.offload",
     "register_mode": "modes",
 }
 __all__ = sorted(_HOME)

@@ -129,7 +129,7 @@ def draw(curves: list[Curve], native: int, by_length: bool, path: Path) -> None:
         axes.set_xlim(0, max(places) + min(places))
         axes.xaxis.set_major_locator(FixedLocator(range(0, round(max(places) + min(places)) + 1, 2048)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(round(x))))
-    if max(values) > 10 * min(values):
+    if max(values) > 5 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.6g}"))

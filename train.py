@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import easy_context as ec
 from easy_context.checkpoint import claim_output_dir, find_checkpoint, save_checkpoint, save_model
-from easy_context.data import collate, micro_batches
+from easy_context.data import check_ids, collate, micro_batches
 from easy_context.dataset import load_tokenized
 from easy_context.engine import load_in_turns, make_accelerator
 from easy_context.loss import CausalLMWithLoss, global_num_items
@@ -38,7 +38,10 @@ def load_config(args: Namespace):
     config = AutoConfig.from_pretrained(args.model)
     if args.rope_theta is not None or args.rope_scaling:
         set_rope(config, theta=args.rope_theta, scaling=args.rope_scaling)
-    if config.rope_parameters.get("rope_type") in ("default", "llama3"):  # others compute their frequencies with it
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in (
+        "default",
+        "llama3",
+    ):  # others compute their frequencies with it
         config.max_position_embeddings = max(config.max_position_embeddings, args.seq_length)
     return config
 
@@ -91,6 +94,7 @@ def train_step(model, optimizer, batches: list[dict], step: int, args: Namespace
     """One optimizer step: loss is the token mean over all micro-batches and ranks, grad_norm is before clipping."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, args)
+    check_ids(batches, accelerator.unwrap_model(model).config.vocab_size)
     shards = [shard(batch, args, accelerator) for batch in batches]
     num_items = global_num_items(inputs["target_ids"] for inputs in shards)
     loss = 0.0

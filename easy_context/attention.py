@@ -64,6 +64,9 @@ def sequence_parallel_attention(
     Gradients of a replicated context are this rank's share: sum them over the group.
     Raises ValueError, before any communication, for arguments that do not fit together.
     """
+    _check_shapes(q, k, v)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"a soft cap is positive, not {softcap}")
     if context not in ("self", "sharded", "replicated"):
         raise ValueError(f"context must be 'self', 'sharded' or 'replicated', not {context!r}")
     if context != "self" and (causal or window or documents):
@@ -92,6 +95,16 @@ def sequence_parallel_attention(
     mode = get_mode(seq_algo if context != "replicated" else "data_parallel")
     mode.validate(ctx, q.shape[2], k.shape[2])
     return mode.attention(q, k, v, ctx)
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.dim() == k.dim() == 4) or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"{shapes} are not [B, S_local, H, D] and twice [B, S_local, H_kv, D]")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{shapes}: {q.shape[2]} query heads are not a multiple of {k.shape[2]} KV heads")
+    if len({(t.dtype, t.device) for t in (q, k, v)}) > 1:
+        raise ValueError(f"q, k and v differ in dtype or device: {[(t.dtype, t.device) for t in (q, k, v)]}")
 
 
 def _here(seq_algo: str) -> tuple[Layout, int, dict]:

@@ -124,14 +124,14 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor | None]:
     """
 
     def stack(name: str) -> torch.Tensor:
-        return torch.stack([torch.as_tensor(row[name]) for row in rows]).long()
+        return torch.stack([torch.as_tensor(row[name]) for row in rows])
 
-    input_ids = labels = stack("input_ids")
+    input_ids = labels = stack("input_ids").long()
     if "labels" in rows[0]:
-        labels = stack("labels")
+        labels = stack("labels").long()
     elif "loss_mask" in rows[0]:
         labels = input_ids.masked_fill(stack("loss_mask") == 0, IGNORE_INDEX)
-    position_ids = stack("position_ids") if "position_ids" in rows[0] else None
+    position_ids = stack("position_ids").long() if "position_ids" in rows[0] else None
     if position_ids is not None:
         labels = labels.masked_fill(position_ids == 0, IGNORE_INDEX)
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -147,3 +147,12 @@ def micro_batches(loader: DataLoader, consumed: int) -> Iterator[dict[str, torch
         loader.set_epoch(epoch)
         yield from skip_first_batches(loader, skip) if skip else loader
         epoch, skip = epoch + 1, 0
+
+
+def check_ids(batches: list[dict[str, torch.Tensor]], vocabulary: int) -> None:
+    """ValueError for token ids or targets that the model has no row for: on a GPU they would end the process."""
+    for batch in batches:
+        for name, lowest in (("input_ids", 0), ("target_ids", IGNORE_INDEX)):
+            low, high = (int(value) for value in batch[name].aminmax())
+            if low < lowest or high >= vocabulary:
+                raise ValueError(f"{name} from {low} to {high}: the model's vocabulary has {vocabulary} tokens")

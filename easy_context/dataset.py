@@ -85,13 +85,24 @@ def open_rows(path_or_name: str, split: str, subset: str | None = None):
         kinds = sorted({_TABLES[f.suffix] for f in tables})
         if len(kinds) > 1:
             raise ValueError(f"dataset {path_or_name!r} mixes {kinds} files: name one of them")
-        return load_dataset(kinds[0], data_files=[str(f) for f in tables], split="train")
+        return _read(kinds[0], tables, path_or_name)
     texts = [f for f in files if _is_text(f)]
     if not texts:
         raise FileNotFoundError(f"dataset {path_or_name!r} holds no table and no UTF-8 text")
     if len(texts) < len(files):
         logger.warning("%s: left out %d files that are empty or no text", path_or_name, len(files) - len(texts))
     return load_dataset("text", data_files=[str(f) for f in texts], sample_by="document", split="train")
+
+
+def _read(kind: str, files: list[Path], name: str):
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        return load_dataset(kind, data_files=[str(f) for f in files], split="train")
+    except (DatasetGenerationError, StopIteration, OSError) as error:
+        reason = str(error.__cause__ or error or "it is empty").splitlines()[0]
+        raise ValueError(f"dataset {name!r} cannot be read as {kind}: {reason}") from error
 
 
 def _visible_files(root: Path) -> list[Path]:
@@ -120,6 +131,10 @@ def _tokenized_columns(rows, name: str):
     columns = ["input_ids", *({"labels", "loss_mask"} & set(rows.column_names))]
     if len(columns) > 2:
         raise ValueError(f"dataset {name!r} has both 'labels' and 'loss_mask': keep the one that is meant")
+    for column in columns[:1] + [c for c in columns if c == "labels"]:
+        kind = getattr(getattr(rows.features[column], "feature", None), "dtype", None)
+        if not str(kind).startswith(("int", "uint")):
+            raise ValueError(f"dataset {name!r}: {column!r} must hold lists of integers, not {rows.features[column]}")
     lengths = _lengths(rows, "input_ids")
     for column in columns[1:]:
         wrong = (_lengths(rows, column) != lengths).nonzero()[0]

@@ -27,6 +27,7 @@ from .kernels import KERNELS
 from .mesh import current_mesh
 from .modes import AttentionContext, Mode, get_mode
 from .modes.base import groups_of
+from .refusals import CACHES, WindowMask, fault_of_mask, refuse_arguments, refuse_decoder, refuse_layer
 from .rope import GlobalLength, restore_frequencies, rotary_modules
 
 logger = logging.getLogger("easy_context")
@@ -43,13 +44,22 @@ class Patch:
     kernel: str | None = None
 
 
-@dataclass
 class Attachment:
-    """A patched decoder: its own patch (None: its family's), and what to take off again."""
+    """The hook of one patched decoder. It holds all that it needs, so a copied or pickled model stays patched."""
 
-    patch: Patch | None
-    hook: torch.utils.hooks.RemovableHandle
-    rotary: list[tuple[nn.Module, GlobalLength]]
+    def __init__(self, decoder: nn.Module):
+        self.patch: Patch | None = None  # None: that of its family
+        self.rotary = [(module, GlobalLength(module)) for module in rotary_modules(decoder)]
+        self.handle = decoder.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict):
+        _attached.setdefault(decoder, self)
+        return _enter(decoder, self, args, kwargs)
+
+    def detach(self) -> None:
+        self.handle.remove()
+        for _, length in self.rotary:
+            length.detach()
 
 
 _families: dict[type, Patch] = {}
@@ -102,10 +112,9 @@ def remove_seq_parallel_monkey_patch() -> None:
     for base in _families:
         del base.__call__, base._check_and_adjust_attn_implementation
     _families.clear()
-    for attachment in _attached.values():
-        attachment.hook.remove()
-        for _, length in attachment.rotary:
-            length.detach()
+    for decoder, attachment in _attached.items():
+        _asked_for.setdefault(decoder, None)  # of a copy nothing is known
+        attachment.detach()
     _attached.clear()
     for model, name in list(_asked_for.items()):
         if name != NAME:
@@ -182,13 +191,12 @@ def _wrap(base: type) -> None:
 
 def _attach(decoder: nn.Module) -> Attachment:
     if decoder not in _attached:
-        _asked_for.setdefault(decoder, decoder.config._attn_implementation)
-        decoder.config._attn_implementation = NAME
-        _attached[decoder] = Attachment(
-            patch=None,
-            hook=decoder.register_forward_pre_hook(_enter, with_kwargs=True),
-            rotary=[(module, GlobalLength(module)) for module in rotary_modules(decoder)],
-        )
+        refuse_decoder(decoder)
+        held = [hook for hook in decoder._forward_pre_hooks.values() if isinstance(hook, Attachment)]
+        if not held:
+            _asked_for.setdefault(decoder, decoder.config._attn_implementation)
+            decoder.config._attn_implementation = NAME
+        _attached[decoder] = held[0] if held else Attachment(decoder)
     return _attached[decoder]
 
 
@@ -197,12 +205,11 @@ def _patch_of(decoder: nn.Module, attachment: Attachment) -> Patch:
 
 
 @torch.compiler.disable
-def _enter(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _enter(decoder: nn.Module, attachment: Attachment, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Once per forward of a patched decoder, before its layers: check, agree, and make the AttentionContext."""
-    attachment = _attached[decoder]
     patch = _patch_of(decoder, attachment)
     kwargs = {**dict(zip(list(inspect.signature(type(decoder).forward).parameters)[1:], args, strict=False)), **kwargs}
-    _refuse_arguments(decoder, kwargs)
+    refuse_arguments(decoder, kwargs)
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     batch, local_length = tokens.shape[:2]
 
@@ -217,7 +224,7 @@ def _enter(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             )
         positions = torch.arange(local_length, device=tokens.device)[None]
     mask = kwargs.get("attention_mask")
-    fault = _fault(mask, (batch, local_length))
+    fault = fault_of_mask(mask, (batch, local_length))
     visible = torch.ones_like(positions) if mask is None or fault else mask.to(positions)
     both = torch.stack([positions.expand(batch, -1), visible.expand(batch, -1)])
     whole, visible = gather_sequence(mesh.sp_group if layout.world > 1 else None, layout, both, fault)
@@ -234,40 +241,7 @@ def _enter(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     kwargs.update(
         {"position_ids": positions, "attention_mask": None, "use_cache": False, CONTEXT: (patch.mode, context)}
     )
-    return (), {name: value for name, value in kwargs.items() if name not in _CACHES}
-
-
-_CACHES = ("past_key_values", "cache")
-
-
-def _refuse_arguments(decoder: nn.Module, kwargs: dict) -> None:
-    """What a call asks for that sharded attention cannot honour and that every rank sees alike."""
-    filled = any(kwargs.get(name) is not None and kwargs[name].get_seq_length() for name in _CACHES)
-    if filled or kwargs.get("use_cache"):
-        raise ValueError(
-            "decoding against a KV cache is not supported while patched: pass use_cache=False, or call "
-            "remove_seq_parallel_monkey_patch() before generating"
-        )
-    if kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
-        raise ValueError("output_attentions is not supported: no attention matrix is ever built")
-    if kwargs.get("output_router_logits") or getattr(decoder.config, "output_router_logits", False):
-        raise ValueError(
-            "router losses (output_router_logits) are not supported: they count over all tokens, a rank holds some"
-        )
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not supported: packed documents are told by position_ids that fall to 0")
-
-
-def _fault(mask: torch.Tensor | None, shape: tuple[int, int]) -> str | None:
-    """What one rank's mask may have that the others' have not."""
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return "only 2-D attention masks are supported, not additive or 4-D ones"
-    if mask.shape != shape:
-        return f"attention_mask {tuple(mask.shape)} does not fit a shard of {shape}: shard it, or leave it out"
-    return None
+    return (), {name: value for name, value in kwargs.items() if name not in CACHES}
 
 
 def mask_forward(*, use_vmap: bool = False, local_size: int | None = None, **_) -> "WindowMask | None":
@@ -275,10 +249,6 @@ def mask_forward(*, use_vmap: bool = False, local_size: int | None = None, **_) 
     if use_vmap:
         raise ValueError("custom mask functions are not supported by sharded attention")
     return None if local_size is None else WindowMask(local_size)
-
-
-class WindowMask(int):
-    """Stands where a sliding-window mask would be: the window w, q - k < w."""
 
 
 @torch.compiler.disable
@@ -296,7 +266,7 @@ def attention_forward(
     if CONTEXT not in kwargs:
         raise ValueError(f"{type(module).__name__} does not hand keyword arguments to its attention: not supported")
     mode, ctx = kwargs[CONTEXT]
-    _refuse_layer(module, query, key, value, attention_mask, kwargs)
+    refuse_layer(module, query, key, value, attention_mask, kwargs)
     layer = ctx.for_layer(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window") or (attention_mask if isinstance(attention_mask, WindowMask) else None),
@@ -309,18 +279,3 @@ def attention_forward(
     mode.validate(layer, q.shape[2], k.shape[2])
     with torch.autocast(device, enabled=False):
         return mode.attention(q, k, v, layer), None
-
-
-def _refuse_layer(module, query, key, value, mask, kwargs: dict) -> None:
-    faults = {
-        "dropout in attention (set attention_dropout=0)": kwargs.get("dropout"),
-        "attention sinks": kwargs.get("s_aux") is not None,
-        "a bias on attention scores": kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None,
-        "an additive attention mask": mask is not None and not isinstance(mask, WindowMask),
-        "attention that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
-        "keys from a cache": key.shape[2] != query.shape[2],
-        "values of another head size than keys": value.shape[3] != key.shape[3],
-    }
-    for what, present in faults.items():
-        if present:
-            raise ValueError(f"{type(module).__name__}: {what} is not supported by sharded attention")

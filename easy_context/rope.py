@@ -31,16 +31,23 @@ def set_rope(config, theta: float | None = None, scaling: dict | None = None):
         raise ValueError(f"{type(text).__name__} has no rope_parameters: --rope-theta does not apply to it")
     if theta is not None and not theta > 0:
         raise ValueError(f"rope theta must be positive, not {theta}")
-    if scaling and "rope_type" not in scaling:
-        raise ValueError(f"rope scaling needs a rope_type, such as yarn or linear: {scaling}")
+    if scaling and not (isinstance(scaling, dict) and "rope_type" in scaling):
+        raise ValueError(f"rope scaling is a dictionary with a rope_type, such as yarn or linear: {scaling}")
     changes = {**(scaling or {}), **({} if theta is None else {"rope_theta": float(theta)})}
     rope_type = changes.get("rope_type", "default")
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         raise ValueError(f"unknown rope_type {rope_type!r}: one of {['default', *ROPE_INIT_FUNCTIONS]}")
     if "full_attention" in parameters:
         text.rope_parameters = {**parameters, "full_attention": {**parameters["full_attention"], **changes}}
-    else:
-        text.rope_parameters = {**parameters, **changes}
+        return config
+    text.rope_parameters = {**parameters, **changes}
+    rope_type = text.rope_parameters.get("rope_type", "default")
+    try:
+        if rope_type != "default":
+            ROPE_INIT_FUNCTIONS[rope_type](text, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        text.rope_parameters = parameters
+        raise ValueError(f"rope scaling {rope_type!r} with {changes} gives no frequencies: {error!r}") from error
     return config
 
 

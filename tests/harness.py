@@ -126,6 +126,11 @@ def _call(module: str, name: str, rank: int, world: int, port: int, args: tuple)
 def _clean_up() -> None:
     if "easy_context.monkey_patch" in sys.modules:
         sys.modules["easy_context.monkey_patch"].remove_seq_parallel_monkey_patch()
+    if "accelerate" in sys.modules:  # it would remember the size of this call's world
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def _free_port() -> int:

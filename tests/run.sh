@@ -8,3 +8,10 @@ ruff check .
 ruff format --check .
 export OMP_NUM_THREADS=1 # the tests start up to four processes of their own
 pytest "$@"
+
+# The seam once more on the oldest transformers that setup.py admits, laid over the environment.
+if (($# == 0)); then
+    oldest=$VIRTUAL_ENV/oldest-transformers
+    [[ -d $oldest ]] || pip install --quiet --target "$oldest" transformers==5.0.0
+    PYTHONPATH=$oldest pytest -q tests/test_seam.py tests/test_models.py tests/test_rope.py
+fi

@@ -1,5 +1,6 @@
 """The seam to transformers: patching, switching, undoing, what passes through and what is refused by name."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -89,6 +90,23 @@ def test_a_model_object_is_patched_alone():
     assert error(llama_logits(patched, ids), llama_logits(other, ids)) < EXACT
     assert patched.config._attn_implementation == "easy_context"
     assert other.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("by", ["family", "object"])
+def test_copies_stay_patched_until_removal(by, tmp_path):
+    model, ids = tiny_model(), batch_of(12)[0]
+    truth = model(ids).logits
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama" if by == "family" else model)
+    llama_logits(model, ids)
+    torch.save(model, tmp_path / "model.pt")
+    copies = [copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)]
+    for copied in copies:
+        assert error(llama_logits(copied, ids), truth) < EXACT
+        assert len(copied.model._forward_pre_hooks) == 1
+    remove_seq_parallel_monkey_patch()
+    for copied in copies:
+        assert error(copied(ids).logits, truth) < EXACT
+        assert copied.config._attn_implementation == "sdpa"
 
 
 def test_saving_a_patched_model_saves_no_patch(tmp_path):
@@ -213,9 +231,8 @@ def packed(rank, world, mode, ids, targets, positions, use_mask):
 
 
 @pytest.mark.parametrize("use_mask", [False, True])
-@pytest.mark.parametrize(
-    "mode, world", [("zigzag_ring_attn", 2), ("dist_flash_attn", 3), ("ulysses_attn", 2), ("usp_attn", 4)]
-)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"])
 def test_packed_documents_equal_the_documents_alone(mode, world, use_mask):
     ids, targets = batch_of(45)
     borders = [(0, 3, 4, 30, 45), (0, 20, 45)]
@@ -308,6 +325,21 @@ def test_what_sharded_attention_cannot_honour_is_refused_by_name():
     assert "does not fit" in refused(call={"attention_mask": torch.ones(2, 5)})
     assert "cu_seq_lens_q" in refused(call={"cu_seq_lens_q": torch.tensor([0, 12])})
     assert "only a fall to 0" in raised(tiny_model(), ids, position_ids=torch.tensor([[*range(6, 12), *range(2, 8)]]))
+
+
+@pytest.mark.parametrize(
+    "family", ["jamba", "qwen3_next", "granitemoehybrid", "lfm2", "llama4_text", "bart", "falcon_h1"]
+)
+def test_models_that_mix_tokens_outside_attention_are_refused(family):
+    from transformers import AutoConfig, AutoModel
+
+    tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 97, "pad_token_id": 0}
+    if family == "lfm2":
+        tiny["layer_types"] = ["conv", "full_attention"] * 2
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(family, **tiny))
+    assert "not supported" in raised(apply_seq_parallel_monkey_patch, "zigzag_ring_attn", model)
+    assert not model._forward_pre_hooks
 
 
 def one_rank_at_fault(rank, world, fault):

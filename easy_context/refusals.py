@@ -1,0 +1,82 @@
+"""What the seam to transformers does not understand, it refuses by name.
+
+Everything here raises ValueError from what all ranks see alike, before any communication; the one thing that a rank
+may see alone, a wrong mask, is returned as text for `agreement.gather_sequence` to raise on all of them.
+"""
+
+import inspect
+import re
+
+import torch
+from torch import nn
+
+CACHES = ("past_key_values", "cache")
+_MIXES_TOKENS = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|ShortConv|Recurrent|RWKV|RGLRU")
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+class WindowMask(int):
+    """Stands where a sliding-window mask would be: the window w, q - k < w."""
+
+
+def refuse_decoder(decoder: nn.Module) -> None:
+    """Refuse decoders that do anything along the sequence that the attention interface does not see."""
+    config, name = decoder.config, type(decoder).__name__
+    if config.is_encoder_decoder or "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise ValueError(f"{name} takes no position_ids: it would count every shard from 0, and is not supported")
+    strange = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    strange |= {type(m).__name__ for m in decoder.modules() if _MIXES_TOKENS.search(type(m).__name__)}
+    strange |= {type(m).__name__ for m in decoder.modules() if isinstance(m, (nn.Conv1d, nn.RNNBase))}
+    if getattr(config, "attn_temperature_tuning", False):
+        strange.add("attn_temperature_tuning")
+    if strange:
+        raise ValueError(
+            f"{name} mixes tokens outside full or sliding-window attention ({', '.join(sorted(strange))}): not "
+            "supported, because those layers would see their own shard only"
+        )
+
+
+def refuse_arguments(decoder: nn.Module, kwargs: dict) -> None:
+    """What a call asks for that sharded attention cannot honour and that every rank sees alike."""
+    filled = any(kwargs.get(name) is not None and kwargs[name].get_seq_length() for name in CACHES)
+    if filled or kwargs.get("use_cache"):
+        raise ValueError(
+            "decoding against a KV cache is not supported while patched: pass use_cache=False, or call "
+            "remove_seq_parallel_monkey_patch() before generating"
+        )
+    if kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+        raise ValueError("output_attentions is not supported: no attention matrix is ever built")
+    if kwargs.get("output_router_logits") or getattr(decoder.config, "output_router_logits", False):
+        raise ValueError(
+            "router losses (output_router_logits) are not supported: they count over all tokens, a rank holds some"
+        )
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported: packed documents are told by position_ids that fall to 0")
+
+
+def fault_of_mask(mask: torch.Tensor | None, shape: tuple[int, int]) -> str | None:
+    """What one rank's mask may have that the others' have not."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return "only 2-D attention masks are supported, not additive or 4-D ones"
+    if mask.shape != shape:
+        return f"attention_mask {tuple(mask.shape)} does not fit a shard of {shape}: shard it, or leave it out"
+    return None
+
+
+def refuse_layer(module, query, key, value, mask, kwargs: dict) -> None:
+    """What a layer asks of its attention that no kernel here computes."""
+    faults = {
+        "dropout in attention (set attention_dropout=0)": kwargs.get("dropout"),
+        "attention sinks": kwargs.get("s_aux") is not None,
+        "a bias on attention scores": kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None,
+        "an additive attention mask": mask is not None and not isinstance(mask, WindowMask),
+        "attention that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
+        "keys from a cache": key.shape[2] != query.shape[2],
+        "values of another head size than keys": value.shape[3] != key.shape[3],
+    }
+    for what, present in faults.items():
+        if present:
+            raise ValueError(f"{type(module).__name__}: {what} is not supported by sharded attention")

@@ -31,6 +31,8 @@ LAUNCHERS = {
     "torchrun-4": ["-m", "torch.distributed.run", "--nproc_per_node", "4", "--master_port", "PORT", "train.py"],
     "zero3": ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     + ["--main_process_port", "PORT", "train.py"],
+    "zero3-4": ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    + ["--num_processes", "4", "--main_process_port", "PORT", "train.py"],
 }
 FLAGS = {
     "--seq-length": 32,
@@ -146,12 +148,21 @@ def test_zero3_with_offload_follows_one_process(runs):
         ("torchrun-4", {"--seq-parallel-size": 2, "--batch-size": 1}),
         ("torchrun-2", {"--parallel_mode": "data_parallel", "--batch-size": 1}),
         ("torchrun-2", {"--parallel_mode": "dist_flash_attn", "--gradient-checkpointing": "plain"}),
+        pytest.param("zero3-4", {"--seq-parallel-size": 2, "--batch-size": 1}, marks=pytest.mark.slow),
     ],
-    ids=["2 x 2", "data parallel", "dist flash"],
+    ids=["2 x 2", "data parallel", "dist flash", "2 x 2 under ZeRO-3"],
 )
-def test_runs_without_deepspeed_follow_one_process(runs, material, tmp_path, launcher, flags):
+def test_other_splits_follow_one_process(runs, material, tmp_path, launcher, flags):
     records = finish(launcher, material, tmp_path / "output", **{"--eval-dataset": material / "held_out", **flags})
     assert_follows(records, runs("serial")[1], 1e-5)
+
+
+def test_deterministic_runs_are_bit_identical(material, tmp_path):
+    flags = {"--max-train-steps": 2, "--checkpointing-steps": 9}
+    first, second = (finish("serial", material, tmp_path / name, "--deterministic", **flags) for name in ("a", "b"))
+    assert_follows(first, second, 0)
+    weights, others = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("launcher", ["serial", "zero3"])

@@ -54,11 +54,11 @@ forget_from() {
 
 settings_cpu() {
     NAME=SmolLM2-135M-12K
-    THETA=200000
-    TEXT=(--sources torch/_dynamo --train 12288:4 --held-out-rows 12288:2 --recall-share 0.05)
+    THETA=160000
+    TEXT=(--sources torch/_dynamo --train 12288:4 --held-out-rows 12288:2)
     PPL=(--min-tokens 12288 --max-tokens 12288 --segments "$(seq -s, 0 1024 12288)")
     NEEDLE=(--min_context_length 4096 --max_context_length 12288 --context_interval 4096 --depth_interval 0.5)
-    STEPS=(--max-train-steps 4 --learning-rate 3e-4 --warmup-steps 2 --lr-schedule linear)
+    STEPS=(--max-train-steps 4 --learning-rate 3e-4)
 
     local cores
     cores=$(nproc)

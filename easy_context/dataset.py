@@ -98,10 +98,12 @@ def _read(kind: str, files: list[Path], name: str):
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
+    if not any(f.stat().st_size for f in files):
+        raise ValueError(f"dataset {name!r} is empty: its {kind} files hold nothing")
     try:
         return load_dataset(kind, data_files=[str(f) for f in files], split="train")
-    except (DatasetGenerationError, StopIteration, OSError) as error:
-        reason = str(error.__cause__ or error or "it is empty").splitlines()[0]
+    except (DatasetGenerationError, OSError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"dataset {name!r} cannot be read as {kind}: {reason}") from error
 
 

@@ -267,3 +267,17 @@ def test_text_is_packed_separately_when_asked(tmp_path):
 def test_an_unknown_packing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="--packing is one of"):
         load_tokenized(saved(tmp_path / "data", "saved"), seq_length=8, packing="tight")
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("", "is empty"),
+        ('{"input_ids": [1.5]}', "lists of integers"),
+        ('{"input_ids": [1]}\n{bad', "cannot be read as json"),
+    ],
+)
+def test_files_that_hold_no_token_ids_end_in_one_line(tmp_path, content, text):
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=text):
+        load_tokenized(str(tmp_path / "rows.jsonl"), seq_length=1)

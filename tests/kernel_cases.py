@@ -9,7 +9,7 @@ from easy_context.kernels import KERNELS
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 CPU = ("cpu_flash", "reference")
-CUDA = ("flash_attn_4", "cudnn", "torch_flash")
+CUDA = ("flash_attn_4", "cudnn", "torch_flash", "flash_attn_2")
 on_cpu = pytest.mark.parametrize("name", CPU)
 on_cuda = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.cuda) for name in CUDA])
 anywhere = pytest.mark.parametrize("name", [*CPU, *(pytest.param(n, marks=pytest.mark.cuda) for n in CUDA)])

@@ -2,8 +2,9 @@
 
 One backend a file, all with the interface of `base.Kernel`, so that modes never know which one runs.
 `KERNELS` is in the order of speed measured on an H200 (forward and backward, bf16, head size 128):
-flash_attn_4 629 TFLOP/s, cudnn 558, torch_flash 329. An optional package is imported only once a GPU that
-could use it is about to be used.
+flash_attn_4 629 TFLOP/s, cudnn 558, torch_flash 329; flash_attn_2 is the same algorithm and comes after it, so that
+nobody is told to compile a package for nothing. An optional package is imported only once a GPU that could use it is
+about to be used.
 """
 
 import logging
@@ -14,12 +15,20 @@ from torch import Tensor, cuda, device
 from .base import Kernel, wrong_inputs
 from .cpu_flash import CpuFlash
 from .cudnn import CuDNN
+from .flash_attn_2 import FlashAttn2
 from .flash_attn_4 import FlashAttn4
 from .reference import Reference
 from .torch_flash import TorchFlash
 from .variant import Variant
 
-KERNELS: tuple[Kernel, ...] = (FlashAttn4(), CuDNN(), TorchFlash(), CpuFlash(), Reference())  # fastest first
+KERNELS: tuple[Kernel, ...] = (  # fastest first
+    FlashAttn4(),
+    CuDNN(),
+    TorchFlash(),
+    FlashAttn2(),
+    CpuFlash(),
+    Reference(),
+)
 VARIABLE = "EASY_CONTEXT_KERNEL"
 
 logger = logging.getLogger("easy_context")

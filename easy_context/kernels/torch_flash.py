@@ -30,14 +30,17 @@ class TorchFlash(Kernel):
         return None if torch.backends.cuda.is_flash_attention_available() else "torch was built without it"
 
     def refuses(self, q, k, variant):
-        major, minor = torch.cuda.get_device_capability(q.device)
-        little_shared_memory = major == 12 or (major == 8 and minor > 0)
-        size, largest = q.shape[3], 192 if little_shared_memory else 256
+        size, largest = q.shape[3], self.head_size_limit(q.device)
         if size % 8 or size > largest:
             return f"head size {size} is not a multiple of 8 up to {largest}"
         if variant.borders is not None and q.shape[0] * (len(variant.borders) - 1) > MOST_DOCUMENTS:
             return f"takes at most {MOST_DOCUMENTS} documents"
         return None
+
+    def head_size_limit(self, device):
+        major, minor = torch.cuda.get_device_capability(device)
+        little_shared_memory = major == 12 or (major == 8 and minor > 0)
+        return 192 if little_shared_memory else 256
 
     def split(self, q, k, variant):
         """A window open to the right reaches S_k keys to the right there, which in a rectangle much taller than wide

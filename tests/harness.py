@@ -1,7 +1,8 @@
 """What tests share: processes that stay up, and tiny models.
 
-`spawn` runs a function in several gloo processes. The processes live as long as the test session (importing torch and
-transformers takes longer than most tests) and get a fresh process group for every call.
+`spawn` runs a function in several processes, over gloo on the CPU or over NCCL with a GPU each. The processes live as
+long as the test session (importing torch and transformers takes longer than most tests) and get a fresh process group
+for every call.
 """
 
 import atexit
@@ -19,14 +20,15 @@ TIMEOUT_SECONDS = 240
 _workers: list = []
 
 
-def spawn(fn, world: int, *args) -> list:
+def spawn(fn, world: int, *args, backend: str = "gloo") -> list:
     """`fn(rank, world, *args)` in `world` processes; returns what they return, by rank. `fn` is a module-level
-    function of a test module. The first failure is raised here as AssertionError with its traceback."""
+    function of a test module. With `backend="nccl"` the current device of rank r is GPU r. The first failure is raised
+    here as AssertionError with its traceback."""
     while len(_workers) < world:
         _workers.append(_Worker(len(_workers)))
     port = _free_port()
     for rank in range(world):
-        _workers[rank].pipe.send((fn.__module__, fn.__qualname__, rank, world, port, args))
+        _workers[rank].pipe.send((fn.__module__, fn.__qualname__, backend, rank, world, port, args))
     replies = [_workers[rank].reply() for rank in range(world)]
     failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(replies) if not ok]
     if failures:
@@ -95,13 +97,13 @@ def _serve(pipe, path: list[str]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            module, name, rank, world, port, args = pipe.recv()
+            call = pipe.recv()
         except EOFError:
             return
-        pipe.send(_call(module, name, rank, world, port, args))
+        pipe.send(_call(*call))
 
 
-def _call(module: str, name: str, rank: int, world: int, port: int, args: tuple):
+def _call(module: str, name: str, backend: str, rank: int, world: int, port: int, args: tuple):
     from importlib import import_module
 
     from easy_context.mesh import reset_mesh
@@ -109,7 +111,11 @@ def _call(module: str, name: str, rank: int, world: int, port: int, args: tuple)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.update({**address, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)})
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS // 2))
+        how = {"timeout": timedelta(seconds=TIMEOUT_SECONDS // 2)}
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+            how["device_id"] = torch.device("cuda", rank)
+        dist.init_process_group(backend, rank=rank, world_size=world, **how)
         value = getattr(import_module(module), name)(rank, world, *args)
         if dist.is_initialized():  # a script's end has destroyed it
             dist.barrier()  # rank 0 keeps the store: it must not leave while another rank still sets up groups

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from easy_context.blocks import plan_blocks
+from easy_context.comm import ProcessGroupComm
 from easy_context.kernels import KERNELS
-from easy_context.modes import AttentionContext, available_modes, get_mode
+from easy_context.modes import AttentionContext, Mode, available_modes, get_mode
 from easy_context.modes.dist_flash_attn import schedule
 from easy_context.modes.ulysses_attn import deal_heads, kv_of_each_query
 from easy_context.virtual import run_ranks
@@ -29,7 +30,7 @@ def inputs(batch=2, length=48, heads=6, kv_heads=2, head_size=8, dtype=torch.flo
     return draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
 
 
-def dense_attention(q, k, v, scale, causal=True, documents=None):
+def dense_attention(q, k, v, scale, causal=True, documents=None, window=None):
     """The definition, with the whole matrix of scores."""
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
@@ -37,10 +38,12 @@ def dense_attention(q, k, v, scale, causal=True, documents=None):
     allowed = torch.ones(q.shape[0], length, length, dtype=torch.bool, device=q.device)
     if causal:
         allowed = allowed.tril()
+    if window is not None:
+        allowed = allowed.triu(1 - window)
     if documents is not None:
         for row, borders in enumerate(documents):
             document = torch.bucketize(torch.arange(length), torch.tensor(borders[1:]), right=True)
-            allowed[row] &= document[:, None] == document[None, :]
+            allowed[row] &= (document[:, None] == document[None, :]).to(q.device)
     weights = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
@@ -136,6 +139,77 @@ def test_partial_maxima_far_apart(mode, world, ring_degree):
         assert error(got, wanted) < 1e-9
 
 
+def forward_backward_restore(mode_name, world, ring_degree, q, k, v, dout, **mask):
+    """Of every rank: out, dq, dk, dv of `attention`, of `forward` and `backward`, and with residuals restored."""
+    mode = get_mode(mode_name)
+    layout = mode.layout(world, ring_degree)
+    length = q.shape[1]
+
+    def work(rank, groups):
+        ctx = AttentionContext(layout=layout, seq_len=length, scale=0.3, **groups, **mask)
+        own = layout.indices(length, rank)
+        leaves = [t[:, own].requires_grad_() for t in (q, k, v)]
+        attended = mode.attention(*leaves, ctx)
+        attended.backward(dout[:, own])
+        local = [leaf.detach() for leaf in leaves]
+        out, residuals = mode.forward(*local, ctx)
+        grads = mode.backward(dout[:, own], residuals, ctx)
+        restored = mode.restore(*local, out, residuals.lse, ctx)
+        assert all(torch.equal(a, b) for a, b in zip(restored[:5], residuals[:5], strict=True))
+        return [
+            [attended.detach(), *[leaf.grad for leaf in leaves]],
+            [out, *grads],
+            [out, *mode.backward(dout[:, own], restored, ctx)],
+        ]
+
+    return run_ranks(layout, work)
+
+
+@pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] <= 4])
+@pytest.mark.parametrize(
+    "heads, kv_heads, mask",
+    [
+        (6, 2, {}),
+        (3, 1, {}),
+        (4, 4, {"causal": False}),
+        (7, 7, {"window": 9}),
+        (9, 3, {"documents": ((0, 1, 7, 30, 48), (0, 24, 25, 26, 48))}),
+    ],
+)
+def test_backward_of_kept_and_of_restored_residuals_is_that_of_attention(
+    mode, world, ring_degree, heads, kv_heads, mask
+):
+    data = inputs(heads=heads, kv_heads=kv_heads)
+    for attended, kept, restored in forward_backward_restore(mode, world, ring_degree, *data, **mask):
+        for a, b, c in zip(attended, kept, restored, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(b, c)
+
+
+@pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] == 4])
+def test_restored_residuals_in_bf16_give_the_same_bits(mode, world, ring_degree):
+    data = [t.bfloat16() for t in inputs(heads=9, kv_heads=3)]
+    for attended, _, restored in forward_backward_restore(mode, world, ring_degree, *data):
+        assert all(torch.equal(a, b) for a, b in zip(attended, restored, strict=True))
+        assert all(t.dtype == torch.bfloat16 for t in restored)
+
+
+def test_a_mode_of_ones_own_may_define_attention_alone():
+    class Own(Mode):
+        name = "own"
+
+        def attention(self, q, k, v, ctx):
+            return dense_attention(q, k, v, ctx.scale)
+
+    q, k, v, dout = inputs(batch=1, length=8)
+    ctx = AttentionContext(get_mode("data_parallel").layout(1), 8, *[ProcessGroupComm(None)] * 3, scale=0.3)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = Own().attention(*leaves, ctx)
+    out.backward(dout)
+    for got, truth in zip((out, *[leaf.grad for leaf in leaves]), one_process(q, k, v, dout), strict=True):
+        assert torch.equal(got, truth)
+
+
 @pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"])
 def test_bf16_error_does_not_grow_with_the_world(mode):
     data = inputs(length=128, heads=8, kv_heads=2, head_size=32)
@@ -204,30 +278,41 @@ def test_unknown_mode_is_named_with_the_known_ones():
 # --- on a GPU: every kernel that can be chosen, all ranks of a world on one device ------------------------------------
 
 
+KERNELS_ON_CUDA = ["flash_attn_4", "cudnn", "torch_flash", "flash_attn_2"]
+SPLITS_ON_CUDA = [
+    *[(mode, world, None) for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn") for world in (2, 3, 8)],
+    *[("usp_attn", *split) for split in ((2, 2), (3, 3), (4, 2), (8, 4))],
+]
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "cudnn", "torch_flash"])
+@pytest.mark.parametrize("kernel", KERNELS_ON_CUDA)
 @pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize(
-    "mode, world, ring_degree",
-    [
-        *[
-            (mode, world, None)
-            for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
-            for world in (2, 3, 8)
-        ],
-        ("usp_attn", 4, 2),
-        ("usp_attn", 8, 4),
-    ],
-)
+@pytest.mark.parametrize("mode, world, ring_degree", SPLITS_ON_CUDA)
 def test_bf16_on_cuda_within_twice_the_error_of_one_call(mode, world, ring_degree, head_size, kernel):
+    assert_exact_on_cuda(mode, world, ring_degree, head_size, kernel)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", KERNELS_ON_CUDA)
+@pytest.mark.parametrize("mask", ["documents", "window"])
+@pytest.mark.parametrize("mode, world, ring_degree", SPLITS_ON_CUDA)
+def test_bf16_masks_on_cuda_within_twice_the_error_of_one_call(mode, world, ring_degree, mask, kernel):
+    if (kernel, mask) == ("cudnn", "window"):
+        pytest.skip("cuDNN takes no windows")
+    masks = {"documents": {"documents": ((0, 160, 864, 928, 1536),)}, "window": {"window": 300}}
+    assert_exact_on_cuda(mode, world, ring_degree, 128, kernel, **masks[mask])
+
+
+def assert_exact_on_cuda(mode, world, ring_degree, head_size, kernel, **mask):
     if reason := cuda_kernel_missing(kernel):
         pytest.skip(reason)
     length = get_mode(mode).layout(world, ring_degree).padded_length(1536)
-    data = [t.cuda() for t in inputs(batch=1, length=length, heads=16, kv_heads=4, head_size=head_size)]
-    truth = one_process(*data)
-    low = [t.bfloat16() for t in data]
-    alone = sharded("data_parallel", 1, None, *low, kernel=kernel)
-    split = sharded(mode, world, ring_degree, *low, kernel=kernel)
+    assert length == 1536
+    low = [t.cuda().bfloat16() for t in inputs(batch=1, length=length, heads=16, kv_heads=4, head_size=head_size)]
+    truth = one_process(*(t.double() for t in low), **mask)
+    alone = sharded("data_parallel", 1, None, *low, kernel=kernel, **mask)
+    split = sharded(mode, world, ring_degree, *low, kernel=kernel, **mask)
     for name, got, one_call, wanted in zip(("out", "dq", "dk", "dv"), split, alone, truth, strict=True):
         assert error(got.double(), wanted) <= 2 * error(one_call.double(), wanted), name
 

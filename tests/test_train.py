@@ -31,6 +31,8 @@ LAUNCHERS = {
     "torchrun-4": ["-m", "torch.distributed.run", "--nproc_per_node", "4", "--master_port", "PORT", "train.py"],
     "zero3": ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     + ["--main_process_port", "PORT", "train.py"],
+    "zero3-gpus": ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/single_node.yaml"]
+    + ["--num_processes", "2", "--main_process_port", "PORT", "train.py"],
     "zero3-4": ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     + ["--num_processes", "4", "--main_process_port", "PORT", "train.py"],
 }
@@ -74,7 +76,8 @@ def start(launcher: str, material: Path, output: Path, *arguments, **flags):
     flags = {"--model": material / "model", "--dataset": material / "train", "--output-dir": output, **FLAGS, **flags}
     words = [*LAUNCHERS[launcher], *(str(w) for flag in flags.items() for w in flag), *arguments]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where DeepSpeed finds ninja
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    places = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     words = [port if word == "PORT" else word for word in words]
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -140,6 +143,16 @@ def test_zero3_with_offload_follows_one_process(runs):
     weights, true = load_file(output / "model.safetensors"), load_file(runs("serial")[0] / "model.safetensors")
     assert weights.keys() == true.keys()
     assert all(torch.allclose(weights[name], true[name], rtol=1e-3, atol=1e-4) for name in true)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 NVIDIA GPUs")
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "usp_attn"])
+def test_zero3_with_offload_on_two_gpus_follows_one_process(runs, material, tmp_path, mode):
+    truth = runs("serial")[1]
+    flags = {"--eval-dataset": material / "held_out", "--parallel_mode": mode}
+    assert_follows(finish("zero3-gpus", material, tmp_path / "output", **flags), truth, 1e-4)
+    assert len(truth) == STEPS and max(record["grad_norm"] for record in truth) > 1.5
 
 
 @pytest.mark.parametrize(

@@ -111,15 +111,16 @@ def _about(args: argparse.Namespace) -> dict[str, str]:
     return {
         "Command": shlex.join(["python", *sys.argv]),
         "Date": date.today().isoformat(),
-        "Device": _device(args),
+        "Device": device_name("cpu" if args.backend == "gloo" or not torch.cuda.is_available() else "cuda"),
         "Method": _method(args),
         "Work": f"{args.seq_length} tokens, {heads}, {args.dtype}",
-        "Versions": ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))),
+        "Versions": ", ".join(f"{name} {found}" for name in PACKAGES if (found := package_version(name))),
     }
 
 
-def _device(args: argparse.Namespace) -> str:
-    if args.backend == "gloo" or not torch.cuda.is_available():
+def device_name(kind: str) -> str:
+    """What a "cpu" or "cuda" device calls itself."""
+    if kind == "cpu":
         name = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
         return name.partition(":")[2].strip() or platform.machine()
     cudnn = torch.backends.cudnn.version()
@@ -141,7 +142,8 @@ def _method(args: argparse.Namespace) -> str:
     return f"NCCL, the slowest process; one call: one GPU on as many FLOPs as each process has; {samples}"
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str:
+    """Empty where it is not installed."""
     try:
         return torch.__version__ if name == "torch" else version(name)
     except PackageNotFoundError:

@@ -200,11 +200,32 @@ def _block_backward(b: Block, dout, q, k, v, out, lse, scores: Scores) -> Gradie
     return b, kernel.backward(dout[rows], *qkv, out[rows], lse[b.batch, :, b.q], scale=scores.scale, **how)
 
 
-def add_gradients(gradients: list[Gradients], dq, dk, dv) -> None:
-    """Add up in dq, dk, dv, which have the shapes of q, k, v, in float32 or more."""
+class Sum:
+    """Parts of a gradient, shaped like `like` `[B, S, heads, D]`, added up in float32 (float64 for float64), in place
+    in `total` where there is one. A first part that covers all of it is kept as it comes: a sum of one is no work."""
+
+    def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None):
+        self.like, self.total = like, total
+
+    def add(self, part: torch.Tensor, batch: slice = slice(None), rows: slice = slice(None)) -> None:
+        """Add `part` to rows `batch`, tokens `rows`."""
+        if self.total is None and part.shape == self.like.shape:
+            self.total = part
+            return
+        wide = torch.promote_types(self.like.dtype, torch.float32)
+        self.total = self.like.new_zeros(self.like.shape, dtype=wide) if self.total is None else self.total.to(wide)
+        self.total[batch, rows].add_(part)
+
+    def result(self) -> torch.Tensor:
+        """In the dtype of `like`; zeros where nothing was added."""
+        return torch.zeros_like(self.like) if self.total is None else self.total.to(self.like.dtype)
+
+
+def add_gradients(gradients: list[Gradients], dq: Sum, dk: Sum, dv: Sum) -> None:
+    """Put the gradients of blocks of q, k, v where they belong."""
     for b, parts in gradients:
-        for total, where, part in zip((dq, dk, dv), (b.q, b.k, b.k), parts, strict=True):
-            total[b.batch, where].add_(part)
+        for total, rows, part in zip((dq, dk, dv), (b.q, b.k, b.k), parts, strict=True):
+            total.add(part, b.batch, rows)
 
 
 def _call(b: Block, q: torch.Tensor, k: torch.Tensor, scores: Scores):

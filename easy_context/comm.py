@@ -76,20 +76,8 @@ class ProcessGroupComm:
         return received
 
 
-def pass_on(comm: Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-    """Send `tensor` to the next rank of the ring and receive the same shape from the previous one.
-    Returns `(buffer, pending)`; the buffer is valid after `pending.wait()`."""
-    received = torch.empty_like(tensor)
+def pass_on(comm: Comm, tensor: torch.Tensor, received: torch.Tensor) -> Pending:
+    """Send `tensor` to the next rank of the ring and fill `received`, of the same shape, from the previous one. Both
+    belong to the transfer until `wait`."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return received, comm.exchange([(tensor, after)], [(received, before)])
-
-
-def pack(*tensors: torch.Tensor) -> torch.Tensor:
-    """One flat message out of several tensors of one dtype."""
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def unpack(flat: torch.Tensor, *shapes: Sequence[int]) -> list[torch.Tensor]:
-    """Views of a flat message, in the order in which `pack` took them."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [part.view(tuple(shape)) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+    return comm.exchange([(tensor, after)], [(received, before)])

@@ -7,9 +7,9 @@ One mode is one file and one name. Third parties add theirs without touching thi
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from .base import AttentionContext, Mode
+from .base import AttentionContext, Mode, Residuals
 
-__all__ = ["AttentionContext", "Mode", "available_modes", "get_mode", "register_mode"]
+__all__ = ["AttentionContext", "Mode", "Residuals", "available_modes", "get_mode", "register_mode"]
 
 _BUILT_IN = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn", "data_parallel")
 _registered: dict[str, Mode] = {}

@@ -1,10 +1,15 @@
 """What a mode is: a layout, and attention over the shards of that layout.
 
+A mode states its forward and its backward as plain functions of tensors, and what must be held between them as
+`Residuals`. `Mode.attention` makes one autograd function out of the two. Who wants to keep less calls them directly:
+of the residuals only `out` (local) and `lse` have cost an attention to compute, `Mode.restore` gets the others back.
+
 `AttentionContext` is everything a mode may know about one attention call besides q, k and v. It is made once per model
 forward, in which all layers share its plans, and serves recomputation too.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -80,8 +85,28 @@ def groups_of(mesh: SeqParallelMesh) -> dict[str, Comm]:
     }
 
 
+class Residuals(NamedTuple):
+    """What a mode's backward needs, in the arrangement in which the mode computes (its own choice of tokens and heads).
+
+    q, out `[B, S, H, D]`, k and v `[B, S, H_kv, D]`, lse `[B, H, S]` in float32 or more; `kv_heads` counts the heads
+    of the local shards k and v, of which a mode that trades sequence for heads holds a part here."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    kv_heads: int
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Mode:
-    """One way to split a sequence: a subclass defines `name`, `layout` and `attention`."""
+    """One way to split a sequence: a subclass defines `name`, `layout`, and `forward` with `backward` (and `restore`,
+    where its residuals are not the local shards), or, if it needs no more than autograd, `attention` alone.
+
+    Shapes: q, out, dout, dq `[B, S_local, H, D]`; k, v, dk, dv `[B, S_local, H_kv, D]`, H a multiple of H_kv."""
 
     name: str
 
@@ -92,8 +117,36 @@ class Mode:
     def validate(self, ctx: AttentionContext, heads: int, kv_heads: int) -> None:
         """Raise ValueError, before any communication and on every rank alike, for what this mode cannot do."""
 
-    def attention(self, q, k, v, ctx: AttentionContext) -> torch.Tensor:
-        """Attention of this rank's tokens over the whole sequence, differentiable.
-
-        q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`, H a multiple of H_kv; returns `[B, S_local, H, D]`."""
+    def forward(self, q, k, v, ctx: AttentionContext) -> tuple[torch.Tensor, Residuals]:
+        """Attention of this rank's tokens over the whole sequence, in q's dtype, and what its backward needs. Called
+        without autograd."""
         raise NotImplementedError
+
+    def backward(self, dout, residuals: Residuals, ctx: AttentionContext) -> Gradients:
+        """`(dq, dk, dv)` of the local shards, in the dtypes of q, k, v. Called without autograd."""
+        raise NotImplementedError
+
+    def restore(self, q, k, v, out, lse, ctx: AttentionContext) -> Residuals:
+        """The residuals of a forward that returned `out`, from the local shards and its `residuals.lse`, without
+        computing attention. Every rank of the group calls it."""
+        return Residuals(q, k, v, out, lse, k.shape[2])
+
+    def attention(self, q, k, v, ctx: AttentionContext) -> torch.Tensor:
+        """Attention of this rank's tokens over the whole sequence, differentiable once."""
+        return _Attention.apply(q, k, v, self, ctx)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, mode: Mode, context: AttentionContext):
+        out, residuals = mode.forward(q, k, v, context)
+        *tensors, kv_heads = residuals
+        ctx.save_for_backward(*tensors)
+        ctx.call = mode, context, kv_heads
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        mode, context, kv_heads = ctx.call
+        return *mode.backward(dout, Residuals(*ctx.saved_tensors, kv_heads), context), None, None

@@ -15,8 +15,8 @@ ring moves. Choose it when contiguous shards matter (convolutions, local windows
 """
 
 from ..layout import Layout
-from .base import AttentionContext, Mode
-from .scheduled import Schedule, Task, rotation, scheduled_attention
+from .base import AttentionContext, Gradients, Mode, Residuals
+from .scheduled import Schedule, Task, rotation, scheduled_backward, scheduled_forward
 
 
 class DistFlashAttention(Mode):
@@ -25,9 +25,17 @@ class DistFlashAttention(Mode):
     def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
         return Layout(ring=sp_size)
 
-    def attention(self, q, k, v, ctx: AttentionContext):
-        steps = schedule(ctx.layout.ring) if ctx.causal else rotation(ctx.layout.ring)
-        return scheduled_attention(q, k, v, ctx, ctx.sequence, ctx.ring_spans(), steps)
+    def forward(self, q, k, v, ctx: AttentionContext):
+        out, lse = scheduled_forward(q, k, v, *_who_does_what(ctx))
+        return out, self.restore(q, k, v, out, lse, ctx)
+
+    def backward(self, dout, residuals: Residuals, ctx: AttentionContext) -> Gradients:
+        return scheduled_backward(dout, residuals, *_who_does_what(ctx))
+
+
+def _who_does_what(ctx: AttentionContext):
+    steps = schedule(ctx.layout.ring) if ctx.causal else rotation(ctx.layout.ring)
+    return ctx, ctx.sequence, ctx.ring_spans(), steps
 
 
 def schedule(world: int) -> Schedule:

@@ -11,84 +11,88 @@ on average under a causal mask (half of that masked), growing with the square of
 linearly.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
-from ..blocks import Partial, add_gradients, attend, attend_backward
-from ..comm import Comm, pack, pass_on, unpack
+from ..blocks import Partial, Sum, add_gradients, attend, attend_backward
+from ..comm import Comm, pass_on
 from ..layout import Span
-from .base import AttentionContext
-from .scheduled import rotation, scheduled_attention
+from .base import AttentionContext, Gradients, Mode, Residuals
+from .scheduled import rotation, scheduled_backward, scheduled_forward
 
 
-def ring_attention(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]):
-    """Differentiable attention of this rank's queries over all that the ranks of `comm` hold together.
+class RingMode(Mode):
+    """A mode whose ranks form one ring: a subclass says which."""
 
-    q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds.
-    Returns `[B, S_local, H, D]`. Where the mask leaves whole pairs of ranks without a block, nothing travels the ring:
-    ranks fetch just the keys that they see from their owners."""
-    if ctx.is_dense(spans):
-        return _RingAttention.apply(q, k, v, ctx, comm, spans)
-    return scheduled_attention(q, k, v, ctx, comm, spans, rotation(comm.size))
+    def ring(self, ctx: AttentionContext) -> Comm:
+        """The group around which keys and values travel; it holds what `ctx.ring_spans()` says."""
+        raise NotImplementedError
 
+    def forward(self, q, k, v, ctx: AttentionContext):
+        out, lse = ring_forward(q, k, v, ctx, self.ring(ctx), ctx.ring_spans())
+        return out, Residuals(q, k, v, out, lse, k.shape[2])
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, context, comm, spans):
-        out, lse = ring_forward(q, k, v, context, comm, spans)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = context, comm, spans
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        return *ring_backward(dout, *ctx.saved_tensors, *ctx.call), None, None, None
+    def backward(self, dout, residuals: Residuals, ctx: AttentionContext) -> Gradients:
+        return ring_backward(dout, residuals, ctx, self.ring(ctx), ctx.ring_spans())
 
 
 def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]):
-    """q, k, v of this rank, `[B, S_local, H | H_kv, D]`; `spans[r]` is what rank r of `comm` holds.
-    Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more."""
+    """Attention of this rank's queries over all that the ranks of `comm` hold together.
+
+    q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds.
+    Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more. Where the mask leaves whole pairs
+    of ranks without a block, nothing travels the ring: ranks fetch just the keys that they see from their owners."""
+    if not ctx.is_dense(spans):
+        return scheduled_forward(q, k, v, ctx, comm, spans, rotation(comm.size))
     partial = Partial(q)
-    pair = pack(k, v) if comm.size > 1 else None
-    for step in range(comm.size):
-        if step + 1 < comm.size:
-            arriving, pending = pass_on(comm, pair)
+    for step, held in enumerate(_passing(comm, k, v)):
         blocks = ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size])
-        attend(q, *_held(pair, k, v), blocks, partial, ctx.scores)
-        if step + 1 < comm.size:
-            pending.wait()
-            pair = arriving
+        attend(q, *held, blocks, partial, ctx.scores)
     return partial.result()
 
 
-def ring_backward(dout, q, k, v, out, lse, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]):
+def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> Gradients:
     """Gradients `(dq, dk, dv)` of `ring_forward`, in the dtypes of q, k, v."""
-    wide = lse.dtype
-    dq = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
-    pair = pack(k, v) if comm.size > 1 else None
-    travelling = None
-    for step in range(comm.size):
-        if step + 1 < comm.size:
-            arriving, pending = pass_on(comm, pair)
+    if not ctx.is_dense(spans):
+        return scheduled_backward(dout, residuals, ctx, comm, spans, rotation(comm.size))
+    q, k, v, out, lse, _ = residuals
+    dq, dk, dv = Sum(q), Sum(k), Sum(v)
+    if comm.size == 1:
+        add_gradients(attend_backward(dout, *residuals[:5], ctx.blocks(*spans, *spans), ctx.scores), dq, dk, dv)
+        return dq.result(), dk.result(), dv.result()
+    batch, length, kv_heads, head_size = k.shape
+    grads, arriving = (k.new_empty(batch, length, 2 * kv_heads, head_size, dtype=lse.dtype) for _ in range(2))
+    pending = None
+    for step, held in enumerate(_passing(comm, k, v)):
         blocks = ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size])
-        parts = attend_backward(dout, q, *_held(pair, k, v), out, lse, blocks, ctx.scores)
-        if travelling is None:
-            grads = k.new_zeros(k.numel() + v.numel(), dtype=wide)
-        else:  # the other ranks' share of this shard's gradient arrives behind the shard
-            grads, pending_grads = travelling
-            pending_grads.wait()
-        add_gradients(parts, dq, *unpack(grads, k.shape, v.shape))
-        if comm.size > 1:
-            travelling = pass_on(comm, grads)
-        if step + 1 < comm.size:
+        parts = attend_backward(dout, q, *held, out, lse, blocks, ctx.scores)
+        if pending is not None:  # the other ranks' share of this shard's gradient arrives behind the shard
             pending.wait()
-            pair = arriving
-    if travelling is not None:
-        travelling[1].wait()
-        grads = travelling[0]
-    dk, dv = unpack(grads, k.shape, v.shape)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            grads, arriving = arriving, grads
+            dk, dv = map(Sum, held, grads.chunk(2, dim=2))
+        add_gradients(parts, dq, dk, dv)
+        if pending is None:
+            for room, own in zip(grads.chunk(2, dim=2), (dk, dv), strict=True):
+                room.copy_(own.total)
+        pending = pass_on(comm, grads, arriving)
+    pending.wait()
+    dk, dv = arriving.to(k.dtype).chunk(2, dim=2)
+    return dq.result(), dk, dv
 
 
-def _held(pair: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor):
-    return (k, v) if pair is None else unpack(pair, k.shape, v.shape)
+def _passing(comm: Comm, k: torch.Tensor, v: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    """Own keys and values, then those of the rank before, and so on around the ring, each while the next ones are on
+    their way into the one of two buffers that is not in use."""
+    if comm.size == 1:
+        yield k, v
+        return
+    held = torch.cat([k, v], dim=2)
+    arriving = torch.empty_like(held)
+    for left in reversed(range(comm.size)):
+        if left:
+            pending = pass_on(comm, held, arriving)
+        yield held.chunk(2, dim=2)
+        if left:
+            pending.wait()
+            held, arriving = arriving, held

@@ -11,13 +11,15 @@ sent nor computed, and of keys only the range that the task's blocks touch is se
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from ..blocks import Block, Partial, add_gradients, attend, attend_backward
-from ..comm import Comm, pack, unpack
+from ..blocks import Block, Partial, Sum, add_gradients, attend, attend_backward
+from ..comm import Comm
+from ..kernels.base import lse_dtype
 from ..layout import Span
-from .base import AttentionContext
+from .base import AttentionContext, Gradients, Residuals
 
 
 @dataclass(frozen=True)
@@ -49,28 +51,20 @@ def rotation(world: int) -> Schedule:
     return [[Task(r, r, (r - t) % world) for r in range(world)] for t in range(world)]
 
 
-def scheduled_attention(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], steps: Schedule):
-    """Differentiable attention of this rank's queries over all that the ranks of `comm` hold together.
+def scheduled_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], steps: Schedule):
+    """Attention of this rank's queries over all that the ranks of `comm` hold together.
 
     q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds;
-    `steps` starts with every rank's own queries and keys. Returns `[B, S_local, H, D]`."""
-    return _ScheduledAttention.apply(q, k, v, ctx, comm, spans, steps)
+    `steps` starts with every rank's own queries and keys. Returns `(out, lse)`, out in q's dtype, lse
+    `[B, H, S_local]` in float32 or more."""
+    return _Forward(q, k, v, ctx, comm, spans, steps).run().partial.result()
 
 
-class _ScheduledAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, *how):
-        out, lse = _Forward(q, k, v, *how).run().partial.result()
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = how
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        done = _Backward(q, k, v, *ctx.how, dout, out, lse).run()
-        return done.dq.to(q.dtype), done.dk.to(k.dtype), done.dv.to(v.dtype), None, None, None, None
+def scheduled_backward(dout, residuals: Residuals, *how) -> Gradients:
+    """Gradients `(dq, dk, dv)` of `scheduled_forward(q, k, v, *how)`, in the dtypes of q, k, v."""
+    q, k, v, out, lse, _ = residuals
+    done = _Backward(q, k, v, *how, dout, out, lse).run()
+    return done.dq.result(), done.dk.result(), done.dv.result()
 
 
 class _Pass:
@@ -81,7 +75,6 @@ class _Pass:
     def __init__(self, q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], steps: Schedule):
         self.q, self.k, self.v, self.ctx, self.comm, self.spans = q, k, v, ctx, comm, spans
         self.steps = [[task for task in step if self.blocks(task)] for step in steps]
-        self.wide = torch.promote_types(q.dtype, torch.float32)
 
     def run(self):
         arrived, fetching = self._fetch(self.steps[0])
@@ -103,8 +96,8 @@ class _Pass:
         """Start the messages from suppliers to workers; returns the buffers filled here, and the pending."""
         mine = _only(task for task in step if task.worker == self.comm.rank != task.supplier)
         theirs = _only(task for task in step if task.supplier == self.comm.rank != task.worker)
-        buffers = [torch.empty_like(t) for t in self.supply(mine)] if mine is not None else []
-        sends = [(t, theirs.worker) for t in self.supply(theirs)] if theirs is not None else []
+        buffers = [t.new_empty(t.shape) for t in self.supply(mine)] if mine is not None else []
+        sends = [(t.contiguous(), theirs.worker) for t in self.supply(theirs)] if theirs is not None else []
         return buffers, self.comm.exchange(sends, [(t, mine.supplier) for t in buffers])
 
     def _give_back(self, step: list[Task], mine: Task | None, results: list[torch.Tensor]):
@@ -141,24 +134,31 @@ class _Pass:
             spans = [(start + rows.start, start + rows.stop)]
         return self.ctx.blocks(spans, self.spans[task.key])
 
-    def rows_of(self, task: Task, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:, task.rows(tensor.shape[1])].contiguous()
+    def local_blocks(self, task: Task) -> list[Block]:
+        """A task of this worker's in its own tensors: of a rank's own shard they hold everything, of another's what
+        its supplier sent."""
+        q_at = task.rows(self.q.shape[1]).start if self.has_queries(task) else 0
+        k_at = 0 if self.has_keys(task) else -self.keys(task).start
+        return [replace(b, q=_moved(b.q, q_at), k=_moved(b.k, k_at)) for b in self.blocks(task)]
+
+    def has_queries(self, task: Task) -> bool:
+        return task.query == self.comm.rank
+
+    def has_keys(self, task: Task) -> bool:
+        return task.key == self.comm.rank
+
+    def rows(self, task: Task) -> slice:
+        """The task's part of this rank's queries."""
+        return task.rows(self.q.shape[1])
 
     def keys(self, task: Task) -> slice:
         """The range of the shard's keys that the task's blocks touch."""
         return slice(min(b.k.start for b in self.blocks(task)), max(b.k.stop for b in self.blocks(task)))
 
-    def own_keys(self, task: Task) -> list[torch.Tensor]:
-        return [t[:, self.keys(task)] for t in (self.k, self.v)]
-
-    def blocks_in_range(self, task: Task) -> list[Block]:
-        """The task's blocks with keys counted from the first one that is sent."""
-        first = self.keys(task).start
-        return [replace(b, k=slice(b.k.start - first, b.k.stop - first)) for b in self.blocks(task)]
-
-    def is_mine(self, task: Task) -> bool:
-        """Whether the task's queries are this rank's."""
-        return task.query == self.comm.rank
+    @cached_property
+    def kv(self) -> torch.Tensor:
+        """Keys and values as they are sent, `[B, S_local, 2 * H_kv, D]`."""
+        return torch.cat([self.k, self.v], dim=2)
 
 
 class _Forward(_Pass):
@@ -169,75 +169,65 @@ class _Forward(_Pass):
         self.partial = Partial(self.q)
 
     def supply(self, task):
-        return [pack(*self.own_keys(task))] if task.query == task.worker else [self.rows_of(task, self.q)]
+        return [self.kv[:, self.keys(task)] if task.query == task.worker else self.q[:, self.rows(task)]]
 
     def compute(self, task, supplied):
-        q, (k, v) = self.rows_of(task, self.q), self.own_keys(task)
-        if supplied and self.is_mine(task):
-            k, v = unpack(supplied[0], k.shape, v.shape)
-        elif supplied:
-            (q,) = supplied
-        part = Partial(q)
-        attend(q, k, v, self.blocks_in_range(task), part, self.ctx.scores)
-        if self.is_mine(task):
-            self.partial.add(part.out, part.lse, q=task.rows(self.q.shape[1]))
-            return []
-        return [t.contiguous() for t in part.result()]
+        q = self.q if self.has_queries(task) else supplied[0]
+        k, v = (self.k, self.v) if self.has_keys(task) else supplied[0].chunk(2, dim=2)
+        partial = self.partial if self.has_queries(task) else Partial(q)
+        attend(q, k, v, self.local_blocks(task), partial, self.ctx.scores)
+        return [] if self.has_queries(task) else [t.contiguous() for t in partial.result()]
 
     def room(self, task):
         if task.query == task.worker:
             return []
-        out = torch.empty_like(self.rows_of(task, self.q))
-        return [out, out.new_empty(out.shape[0], out.shape[2], out.shape[1], dtype=self.wide)]
+        out = self.q.new_empty(self.q[:, self.rows(task)].shape)
+        return [out, out.new_empty(out.shape[0], out.shape[2], out.shape[1], dtype=lse_dtype(out))]
 
     def take(self, task, results):
-        self.partial.add(*results, q=task.rows(self.q.shape[1]))
+        self.partial.add(*results, q=self.rows(task))
 
 
 class _Backward(_Pass):
-    """For keys and values their gradients go back; q, dout, out and lse of query rows come and dq goes back."""
+    """For keys and values their gradients go back; q, dout, out and lse of query rows come and dq goes back. What goes
+    back is one task's share, in the dtype of what it is the gradient of."""
 
     def __init__(self, *args):
         *args, self.dout, self.out, self.lse = args
         super().__init__(*args)
-        self.dq, self.dk, self.dv = (t.new_zeros(t.shape, dtype=self.wide) for t in (self.q, self.k, self.v))
+        self.dq, self.dk, self.dv = Sum(self.q), Sum(self.k), Sum(self.v)
 
     def supply(self, task):
         if task.query == task.worker:
-            return [pack(*self.own_keys(task))]
-        lse = self.lse[:, :, task.rows(self.q.shape[1])].contiguous()
-        return [*(self.rows_of(task, t) for t in (self.q, self.dout, self.out)), lse]
+            return [self.kv[:, self.keys(task)]]
+        rows = self.rows(task)
+        return [self.q[:, rows], self.dout[:, rows], self.out[:, rows], self.lse[:, :, rows]]
 
     def compute(self, task, supplied):
-        rows, keys = task.rows(self.q.shape[1]), self.keys(task)
-        q, dout, out = (self.rows_of(task, t) for t in (self.q, self.dout, self.out))
-        lse, dq = self.lse[:, :, rows], self.dq[:, rows]
-        k, v = self.own_keys(task)
-        dk, dv = self.dk[:, keys], self.dv[:, keys]
-        back = []
-        if supplied and self.is_mine(task):
-            grads = supplied[0].new_zeros(supplied[0].shape, dtype=self.wide)
-            (k, v), (dk, dv), back = unpack(supplied[0], k.shape, v.shape), unpack(grads, k.shape, v.shape), [grads]
-        elif supplied:
-            q, dout, out, lse = supplied
-            dq = q.new_zeros(q.shape, dtype=self.wide)
-            back = [dq]
-        add_gradients(attend_backward(dout, q, k, v, out, lse, self.blocks_in_range(task), self.ctx.scores), dq, dk, dv)
-        return back
+        q, dout, out, lse = (self.q, self.dout, self.out, self.lse) if self.has_queries(task) else supplied
+        k, v = (self.k, self.v) if self.has_keys(task) else supplied[0].chunk(2, dim=2)
+        dq = self.dq if self.has_queries(task) else Sum(q)
+        dk, dv = (self.dk, self.dv) if self.has_keys(task) else (Sum(k), Sum(v))
+        parts = attend_backward(dout, q, k, v, out, lse, self.local_blocks(task), self.ctx.scores)
+        add_gradients(parts, dq, dk, dv)
+        if not self.has_queries(task):
+            return [dq.result().contiguous()]
+        return [] if self.has_keys(task) else [torch.cat([dk.result(), dv.result()], dim=2)]
 
     def room(self, task):
-        if task.query == task.worker:
-            size = sum(t.numel() for t in self.own_keys(task))
-            return [self.k.new_empty(size, dtype=self.wide)]
-        return [torch.empty_like(self.rows_of(task, self.q), dtype=self.wide)]
+        sent = self.kv[:, self.keys(task)] if task.query == task.worker else self.q[:, self.rows(task)]
+        return [sent.new_empty(sent.shape)]
 
     def take(self, task, results):
         if task.query == task.worker:
-            keys, shapes = self.keys(task), [t.shape for t in self.own_keys(task)]
-            for total, grad in zip((self.dk, self.dv), unpack(results[0], *shapes), strict=True):
-                total[:, keys].add_(grad)
+            for total, part in zip((self.dk, self.dv), results[0].chunk(2, dim=2), strict=True):
+                total.add(part, rows=self.keys(task))
         else:
-            self.dq[:, task.rows(self.q.shape[1])].add_(results[0])
+            self.dq.add(results[0], rows=self.rows(task))
+
+
+def _moved(where: slice, by: int) -> slice:
+    return slice(where.start + by, where.stop + by) if by else where
 
 
 def _only(tasks) -> Task | None:

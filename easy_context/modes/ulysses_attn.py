@@ -14,43 +14,124 @@ exchange and the attention of one layer wait for each other. Choose it where lin
 than heads; beyond that, ranks without a head idle (`usp_attn` splits the rest by a ring).
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from ..comm import Comm, ProcessGroupComm, pack, unpack
+from ..comm import Comm, ProcessGroupComm
+from ..kernels.base import lse_dtype
 from ..layout import Layout
-from .base import AttentionContext, Mode
-from .ring import ring_attention
+from .base import AttentionContext, Gradients, Residuals
+from .ring import RingMode
 
 HeadRange = tuple[int, int]
 
 
-class UlyssesAttention(Mode):
+class HeadsMode(RingMode):
+    """A mode that trades sequence for heads within one group, and whose ring, another group, computes on these: a
+    subclass says which groups. The residuals are q, k, v, out of the own heads, all tokens of the group, and their
+    lse."""
+
+    def heads(self, ctx: AttentionContext) -> Comm:
+        """The group whose ranks hold neighbouring pieces of the sequence, in their order."""
+        raise NotImplementedError
+
+    def forward(self, q, k, v, ctx: AttentionContext):
+        deal = Deal(self.heads(ctx), q.shape[2], k.shape[2])
+        qkv = deal.to_heads(q=[q], kv=[k, v])
+        out, residuals = super().forward(qkv[0], *deal.paired(*qkv[1:]), ctx)
+        (local_out,) = deal.to_sequence(q=[out])
+        return local_out, Residuals(*qkv, out, residuals.lse, k.shape[2])
+
+    def backward(self, dout, residuals: Residuals, ctx: AttentionContext) -> Gradients:
+        deal = Deal(self.heads(ctx), dout.shape[2], residuals.kv_heads)
+        (dout,) = deal.to_heads(q=[dout])
+        k, v = deal.paired(residuals.k, residuals.v)
+        dq, dk, dv = super().backward(dout, residuals._replace(k=k, v=v), ctx)
+        return tuple(deal.to_sequence(q=[dq], kv=deal.unpaired(dk, dv)))
+
+    def restore(self, q, k, v, out, lse, ctx: AttentionContext) -> Residuals:
+        deal = Deal(self.heads(ctx), q.shape[2], k.shape[2])
+        q, out, k_own, v_own = deal.to_heads(q=[q, out], kv=[k, v])
+        return Residuals(q, k_own, v_own, out, lse, k.shape[2])
+
+
+class UlyssesAttention(HeadsMode):
     name = "ulysses_attn"
 
     def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
         return Layout(ulysses=sp_size)
 
-    def attention(self, q, k, v, ctx: AttentionContext):
-        def local(q, k, v):
-            return ring_attention(q, k, v, ctx, ProcessGroupComm(None), ctx.ring_spans())
+    def heads(self, ctx: AttentionContext) -> Comm:
+        return ctx.sequence
 
-        return attention_over_heads(local, q, k, v, ctx.sequence)
+    def ring(self, ctx: AttentionContext) -> Comm:
+        return ProcessGroupComm(None)
 
 
-def attention_over_heads(attention, q, k, v, comm: Comm) -> torch.Tensor:
-    """`attention(q, k, v)` on a share of the heads and all the tokens that the ranks of `comm` hold together.
+class Deal:
+    """The heads of one call, dealt to the ranks of `comm`. Messages hold, token by token, the heads of all tensors."""
 
-    q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`, pieces in the order of the ranks; returns
-    `[B, S_local, H, D]`."""
-    if comm.size == 1:
-        return attention(q, k, v)
-    deal = deal_heads(q.shape[2], k.shape[2], comm.size)
-    q_ranges, kv_ranges = [q for q, _ in deal], [kv for _, kv in deal]
-    q_own, k_own, v_own = _SequenceToHeads.apply(comm, (q_ranges, kv_ranges, kv_ranges), q, k, v)
-    shared = kv_of_each_query(deal[comm.rank], q.shape[2] // k.shape[2])
-    if shared is not None:
-        k_own, v_own = k_own[:, :, shared], v_own[:, :, shared]
-    return _HeadsToSequence.apply(comm, (q_ranges,), (q.shape[2],), attention(q_own, k_own, v_own))
+    def __init__(self, comm: Comm, heads: int, kv_heads: int):
+        self.comm = comm
+        self.ranges = deal_heads(heads, kv_heads, comm.size)
+        self.pairing = kv_of_each_query(self.ranges[comm.rank], heads // kv_heads)
+
+    def to_heads(self, q=(), kv=()) -> list[torch.Tensor]:
+        """All heads of a piece of the sequence, `[B, S_local, H | H_kv, D]`, to own heads of it all, `[B, S, own, D]`:
+        one copy out, one message, and no copy in but for B > 1. What arrives are views of one tensor."""
+        if self.comm.size == 1:
+            return [*q, *kv]
+        if _of_two_sequences(q, kv):
+            return [*self.to_heads(q=q), *self.to_heads(kv=kv)]
+        tensors, ranges = [*q, *kv], self._ranges(q, kv)
+        batch, length, _, head_size = tensors[0].shape
+        numbers = [sum(end - start for start, end in of_rank) for of_rank in ranges]
+        sizes = [batch * length * number * head_size for number in numbers]
+        send = tensors[0].new_empty(sum(sizes))
+        for message, number, of_rank in zip(send.split(sizes), numbers, ranges, strict=True):
+            parts = [t[:, :, slice(*r)] for t, r in zip(tensors, of_rank, strict=True)]
+            torch.cat(parts, dim=2, out=message.view(batch, length, number, head_size))
+        rank, size = self.comm.rank, self.comm.size
+        received = self.comm.all_to_all(send, sizes, [sizes[rank]] * size)
+        whole = received.view(size, batch, length, numbers[rank], head_size).transpose(0, 1).flatten(1, 2)
+        return list(whole.split([end - start for start, end in ranges[rank]], dim=2))
+
+    def to_sequence(self, q=(), kv=()) -> list[torch.Tensor]:
+        """The transpose of `to_heads`: one copy out (none of a single contiguous tensor with B = 1), one message, one
+        copy in. Heads that several ranks computed are summed, in float32 or more."""
+        if self.comm.size == 1:
+            return [*q, *kv]
+        if _of_two_sequences(q, kv):
+            return [*self.to_sequence(q=q), *self.to_sequence(kv=kv)]
+        tensors, ranges = [*q, *kv], self._ranges(q, kv)
+        rank, size = self.comm.rank, self.comm.size
+        batch, length, head_size = tensors[0].shape[0], tensors[0].shape[1] // size, tensors[0].shape[3]
+        pieces = [t.unflatten(1, (size, length)).transpose(0, 1) for t in tensors]
+        send = (torch.cat(pieces, dim=3) if len(pieces) > 1 else pieces[0]).reshape(-1)
+        numbers = [sum(end - start for start, end in of_rank) for of_rank in ranges]
+        sizes = [batch * length * number * head_size for number in numbers]
+        received = self.comm.all_to_all(send, [sizes[rank]] * size, sizes)
+        messages = [m.view(batch, length, n, head_size) for m, n in zip(received.split(sizes), numbers, strict=True)]
+        parts = [
+            message.split([end - start for start, end in of_rank], dim=2)
+            for message, of_rank in zip(messages, ranges, strict=True)
+        ]
+        return [_joined(*args) for args in zip(zip(*ranges, strict=True), zip(*parts, strict=True), strict=True)]
+
+    def paired(self, k: torch.Tensor, v: torch.Tensor):
+        """Own k and v as a kernel pairs them with the own query heads: repeated where these form no equal groups."""
+        if self.pairing is None:
+            return k, v
+        return tuple(torch.stack([t[:, :, shared] for shared in self.pairing], dim=2) for t in (k, v))
+
+    def unpaired(self, dk: torch.Tensor, dv: torch.Tensor):
+        """The transpose of `paired`."""
+        return (dk, dv) if self.pairing is None else [_summed(grad, self.pairing) for grad in (dk, dv)]
+
+    def _ranges(self, q, kv) -> list[list[HeadRange]]:
+        """Per rank, the heads that it gets of each tensor."""
+        return [[of_q] * len(q) + [of_kv] * len(kv) for of_q, of_kv in self.ranges]
 
 
 def deal_heads(heads: int, kv_heads: int, ranks: int) -> list[tuple[HeadRange, HeadRange]]:
@@ -76,64 +157,34 @@ def kv_of_each_query(deal: tuple[HeadRange, HeadRange], group: int) -> list[int]
     return None if even or not pairing else pairing
 
 
-def _to_heads(comm: Comm, ranges, tensors) -> tuple[torch.Tensor, ...]:
-    """All heads of a piece of the sequence `[B, S_local, heads, D]` -> own heads of it all `[B, S, own, D]`."""
-    parts = [
-        pack(*(t[:, :, slice(*r[rank])] for t, r in zip(tensors, ranges, strict=True))) for rank in range(comm.size)
-    ]
-    shapes = [_with_heads(t, r[comm.rank]) for t, r in zip(tensors, ranges, strict=True)]
-    own_size = sum(shape.numel() for shape in shapes)
-    received = comm.all_to_all(torch.cat(parts), [part.numel() for part in parts], [own_size] * comm.size)
-    pieces = [unpack(part, *shapes) for part in received.split([own_size] * comm.size)]
-    return tuple(torch.cat(of_all_ranks, dim=1) for of_all_ranks in zip(*pieces, strict=True))
+def _of_two_sequences(q, kv) -> bool:
+    """Cross-attention: a message holds tokens of one sequence."""
+    return bool(q and kv) and q[0].shape[1] != kv[0].shape[1]
 
 
-def _to_sequence(comm: Comm, ranges, heads, tensors) -> tuple[torch.Tensor, ...]:
-    """The transpose of `_to_heads`; heads that several ranks computed are summed. `heads`: their number per tensor."""
-    pieces = [t.split(t.shape[1] // comm.size, dim=1) for t in tensors]
-    parts = [pack(*(piece[rank] for piece in pieces)) for rank in range(comm.size)]
-    shapes = [
-        [_with_heads(piece[0], r[rank]) for piece, r in zip(pieces, ranges, strict=True)] for rank in range(comm.size)
-    ]
-    sizes = [sum(shape.numel() for shape in group) for group in shapes]
-    received = comm.all_to_all(torch.cat(parts), [part.numel() for part in parts], sizes)
-    totals = [
-        piece[0].new_zeros(*piece[0].shape[:2], count, piece[0].shape[3])
-        for piece, count in zip(pieces, heads, strict=True)
-    ]
-    for rank, part in enumerate(received.split(sizes)):
-        for total, r, own in zip(totals, ranges, unpack(part, *shapes[rank]), strict=True):
-            total[:, :, slice(*r[rank])].add_(own)
-    return tuple(totals)
+def _joined(ranges: Sequence[HeadRange], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`parts[r]` are the heads `ranges[r]`, ranges ascending: `[B, S_local, heads, D]`, of which each may come
+    several times."""
+    batch, length, _, head_size = parts[0].shape
+    heads = max(end for _, end in ranges)
+    repeated = sum(end - start for start, end in ranges) > heads
+    dtype = lse_dtype(parts[0]) if repeated else parts[0].dtype
+    total = parts[0].new_empty(batch, length, heads, head_size, dtype=dtype)
+    done = 0
+    for (start, end), part in zip(ranges, parts, strict=True):
+        again = max(min(done, end) - start, 0)
+        total[:, :, start : start + again].add_(part[:, :, :again])
+        total[:, :, start + again : end].copy_(part[:, :, again:])
+        done = max(done, end)
+    return total.to(parts[0].dtype)
 
 
-def _with_heads(t: torch.Tensor, heads: HeadRange) -> torch.Size:
-    return torch.Size((t.shape[0], t.shape[1], heads[1] - heads[0], t.shape[3]))
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, comm, ranges, *tensors):
-        ctx.call = comm, ranges, tuple(t.shape[2] for t in tensors)
-        return _to_heads(comm, ranges, tensors)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
-        return None, None, *_to_sequence(*ctx.call, grads)
-
-
-class _HeadsToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, comm, ranges, heads, *tensors):
-        ctx.call = comm, ranges
-        out = _to_sequence(comm, ranges, heads, tensors)
-        return out if len(out) > 1 else out[0]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
-        return None, None, None, *_to_heads(*ctx.call, grads)
+def _summed(grad: torch.Tensor, pairing: list[int]) -> torch.Tensor:
+    """`[B, S, len(pairing), D]` -> `[B, S, own KV heads, D]`, the sum over the query heads that share one."""
+    total = grad.new_zeros(*grad.shape[:2], pairing[-1] + 1, grad.shape[3], dtype=lse_dtype(grad))
+    for head, shared in enumerate(pairing):
+        total[:, :, shared].add_(grad[:, :, head])
+    return total.to(grad.dtype)
 
 
 MODE = UlyssesAttention()

@@ -8,25 +8,25 @@ Bytes per layer: those of `ulysses_attn.py` with N = ulysses, plus those of `rin
 heads. Choose it when there are more ranks than heads, or several nodes: `ring_degree` = number of nodes.
 """
 
+from ..comm import Comm
 from ..layout import Layout
 from ..mesh import split_degrees
-from .base import AttentionContext, Mode
-from .ring import ring_attention
-from .ulysses_attn import attention_over_heads
+from .base import AttentionContext
+from .ulysses_attn import HeadsMode
 
 
-class UspAttention(Mode):
+class UspAttention(HeadsMode):
     name = "usp_attn"
 
     def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
         ring, ulysses = split_degrees(sp_size, ring_degree)
         return Layout(ring=ring, ulysses=ulysses, zigzag=True)
 
-    def attention(self, q, k, v, ctx: AttentionContext):
-        def ring(q, k, v):
-            return ring_attention(q, k, v, ctx, ctx.ring, ctx.ring_spans())
+    def heads(self, ctx: AttentionContext) -> Comm:
+        return ctx.ulysses
 
-        return attention_over_heads(ring, q, k, v, ctx.ulysses)
+    def ring(self, ctx: AttentionContext) -> Comm:
+        return ctx.ring
 
 
 MODE = UspAttention()

@@ -6,19 +6,20 @@ queries against the first half of the keys, or the second half of the queries ag
 Choose it for causal training over any number of ranks: it asks nothing of the number of heads.
 """
 
+from ..comm import Comm
 from ..layout import Layout
-from .base import AttentionContext, Mode
-from .ring import ring_attention
+from .base import AttentionContext
+from .ring import RingMode
 
 
-class ZigzagRingAttention(Mode):
+class ZigzagRingAttention(RingMode):
     name = "zigzag_ring_attn"
 
     def layout(self, sp_size: int, ring_degree: int | None = None) -> Layout:
         return Layout(ring=sp_size, zigzag=True)
 
-    def attention(self, q, k, v, ctx: AttentionContext):
-        return ring_attention(q, k, v, ctx, ctx.sequence, ctx.ring_spans())
+    def ring(self, ctx: AttentionContext) -> Comm:
+        return ctx.sequence
 
 
 MODE = ZigzagRingAttention()

@@ -8,7 +8,9 @@ from harness import error, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from easy_context.memory import host_pool as host_pool_module
 from easy_context.memory import offload
+from easy_context.memory.host_pool import HostPool
 from easy_context.memory.offload import (
     apply_unsloth_offloaded_gradient_checkpoint_monkey_patch,
     offloaded_checkpoint,
@@ -175,38 +177,6 @@ def test_a_layer_that_changes_its_input_is_refused():
         offloaded_checkpoint(lambda y: y.mul_(2).sin(), x, use_reentrant=False)
 
 
-@pytest.fixture
-def pool(monkeypatch):
-    """A buffer pool whose memory is not page-locked; `pool.locked` holds the sizes alive."""
-    locked = []
-    monkeypatch.setattr(offload, "_page_lock", lambda memory: locked.append(memory.nbytes))
-    monkeypatch.setattr(offload, "_page_unlock", lambda memory, device: locked.remove(memory.nbytes))
-    pool = offload._BufferPool(torch.device("cpu"))
-    pool.locked = locked
-    return pool
-
-
-def test_pool_reuses_and_never_grows(pool):
-    for sizes in ([30, 30, 10], [30, 30, 10], [10, 30, 30]):
-        taken = [pool.take(size) for size in sizes]
-        assert all(len(buffer.bytes) >= size for buffer, size in zip(taken, sizes, strict=True))
-        for buffer in taken:
-            pool.give(buffer)
-        del taken, buffer
-    assert sorted(pool.locked) == [10, 30, 30]
-    for size in (40, 50, 60):  # a batch longer than all before replaces a buffer instead of adding one
-        pool.give(pool.take(size))
-    assert len(pool.locked) == 3 and 60 in pool.locked
-    pool.idle.clear()
-    assert pool.locked == []
-
-
-def test_host_memory_that_is_not_there_is_named(pool):
-    with pytest.raises(MemoryError, match="host memory"):
-        pool.take(2**60)
-    assert pool.locked == []
-
-
 # One GPU
 
 LAYERS, LENGTH, WIDTH = 4, 2048, 512
@@ -245,24 +215,24 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def only_offloader():
-    return offload._offloader(torch.device("cuda", torch.cuda.current_device()))
+def host_pool():
+    return offload._inputs(torch.device("cuda", torch.cuda.current_device())).store.host
 
 
 @pytest.fixture
 def slow_copies(monkeypatch):
     """Copies that come late: whoever does not wait for them reads garbage."""
 
-    def delayed(method, stream):
+    def delayed(method, lane):
         def run(self, *args):
-            with torch.cuda.stream(getattr(self, stream)):
+            with getattr(self, lane).running():
                 torch.cuda._sleep(5_000_000)
             return method(self, *args)
 
         return run
 
-    monkeypatch.setattr(offload._Offloader, "send", delayed(offload._Offloader.send, "out"))
-    monkeypatch.setattr(offload._Offloader, "_fetch", delayed(offload._Offloader._fetch, "into"))
+    monkeypatch.setattr(HostPool, "write", delayed(HostPool.write, "out"))
+    monkeypatch.setattr(HostPool, "read", delayed(HostPool.read, "into"))
 
 
 @cuda
@@ -274,7 +244,7 @@ def test_twenty_steps_are_bit_identical(patched, deterministic):
     losses, parameters = train(model, 20)
     assert torch.isfinite(losses).all() and torch.equal(losses, truth[0])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, truth[1], strict=True))
-    assert len(only_offloader().pool.idle) == LAYERS
+    assert len(host_pool().idle) == LAYERS
 
 
 @cuda
@@ -294,7 +264,7 @@ def test_pool_does_not_grow_after_the_first_step_and_is_exact(patched):
     model = gpu_model()
     model.gradient_checkpointing_enable()
     train(model, 1)
-    pool = only_offloader().pool
+    pool = host_pool()
     first = set(map(id, pool.idle))
     assert [buffer.size for buffer in pool.idle] == [INPUT_BYTES] * LAYERS
     assert all(buffer.bytes.is_pinned() for buffer in pool.idle)
@@ -332,8 +302,8 @@ def test_peak_memory_does_not_grow_with_depth(patched):
 @cuda
 @needs_gpu
 def test_failed_steps_corrupt_and_leak_nothing(patched, deterministic, slow_copies, monkeypatch):
-    locked, own = [], offload._page_lock
-    monkeypatch.setattr(offload, "_page_lock", lambda memory: (locked.append(memory), own(memory)))
+    locked, own = [], host_pool_module.page_lock
+    monkeypatch.setattr(host_pool_module, "page_lock", lambda memory: (locked.append(memory), own(memory)))
     truth = train(gpu_model(), 2)
     model = gpu_model()
     model.gradient_checkpointing_enable()
@@ -357,7 +327,7 @@ def test_failed_steps_corrupt_and_leak_nothing(patched, deterministic, slow_copi
     assert torch.equal(losses, truth[0])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, truth[1], strict=True))
     gc.collect()
-    assert len(only_offloader().pool.idle) == len(locked)
+    assert len(host_pool().idle) == len(locked)
 
 
 @cuda
@@ -379,9 +349,9 @@ def test_two_graphs_at_once_and_a_second_backward(patched, deterministic, slow_c
 @cuda
 @needs_gpu
 def test_removing_frees_the_host_memory(monkeypatch):
-    unlocked, own = [], offload._page_unlock
+    unlocked, own = [], host_pool_module.page_unlock
     monkeypatch.setattr(
-        offload, "_page_unlock", lambda memory, device: (unlocked.append(memory.nbytes), own(memory, device))
+        host_pool_module, "page_unlock", lambda memory, device: (unlocked.append(memory.nbytes), own(memory, device))
     )
     apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
     model = gpu_model()

@@ -8,29 +8,21 @@ The checkpoint is torch's non-reentrant one inside `saved_tensors_hooks`: it sav
 saves tensors, so the hooks see exactly the layer's inputs, while whatever the layer saves itself goes to the
 checkpoint's own hooks. Nothing requires the input to need a gradient (LoRA), and keyword arguments pass untouched.
 
-Three streams a device, ordered by events:
-
-    compute   forward of layer i ........  forward of i+1 ...   ||   backward of layer i ........  backward of i-1 ...
-    out       input of i to the host ....  input of i+1 .....   ||
-    into                                                        ||   input of i-1 from the host .  input of i-2 ......
-
-`out` waits for compute before it reads the input, and compute waits for `out` at the layer's end, before that memory
-can be used again. A fetch's memory comes from the compute stream's pool, hence `into` waits for compute first; compute
-waits for the fetch. On CPU tensors the same path runs without copies.
+`tiers.py` does the copies and owns the memory. On CPU tensors the same path runs without them.
 
 After the offloaded checkpoints of Unsloth, https://unsloth.ai/blog/long-context, whose copies share the compute
 stream.
 """
 
 import functools
-import mmap
 import weakref
 
-import psutil
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from easy_context.memory.tiers import Kept, Store
 
 MIN_BYTES = 2**20  # smaller tensors stay where they are
 
@@ -76,7 +68,7 @@ def remove_unsloth_offloaded_gradient_checkpoint_monkey_patch() -> None:
     if _transformers_own is not None:
         PreTrainedModel._set_gradient_checkpointing = _transformers_own
         _transformers_own = None
-    _offloader.cache_clear()
+    _inputs.cache_clear()
 
 
 def offloaded_checkpoint(function, *args, **settings):
@@ -92,123 +84,46 @@ def offloaded_checkpoint(function, *args, **settings):
     if versions != [tensor._version for tensor in tensors]:
         raise RuntimeError("a checkpointed layer changed its input in place")
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).wait_stream(_offloader(device).out)
+        _inputs(device).store.settle()
     return output
 
 
-def _pack(tensor: Tensor) -> "Tensor | _Offloaded":
+def _pack(tensor: Tensor) -> "Tensor | _Input":
     if tensor.is_cuda and tensor.is_floating_point() and tensor.nbytes >= MIN_BYTES:
-        return _offloader(tensor.device).send(tensor)
+        return _inputs(tensor.device).keep(tensor)
     return tensor
 
 
-def _unpack(packed: "Tensor | _Offloaded") -> Tensor:
-    return packed.offloader.receive(packed) if isinstance(packed, _Offloaded) else packed
+def _unpack(packed: "Tensor | _Input") -> Tensor:
+    return packed.tensor() if isinstance(packed, _Input) else packed
 
 
-@functools.cache
-def _offloader(device: torch.device) -> "_Offloader":
-    return _Offloader(device)
+class _Input:
+    """A layer's input on the host, and the one that left before it."""
 
+    def __init__(self, kept: Kept, previous: "weakref.ref[_Input] | None"):
+        self.kept, self.previous = kept, previous
 
-class _Offloader:
-    """One device's copy streams, its host buffers, and the order in which inputs left."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.out, self.into = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.pool = _BufferPool(device)
-        self.newest = lambda: None
-
-    def send(self, tensor: Tensor) -> "_Offloaded":
-        """Start the copy to the host. The caller's `tensor` must live until compute has waited for `self.out`."""
-        buffer = self.pool.take(tensor.nbytes)
-        sent = _Offloaded(self, buffer, tensor, previous=self.newest)
-        self.newest = weakref.ref(sent)
-        self.out.wait_stream(torch.cuda.current_stream(self.device))  # tensor is being written
-        self.out.wait_stream(self.into)  # the buffer may still be read from
-        with torch.cuda.stream(self.out):
-            sent.host.copy_(tensor, non_blocking=True)
-        return sent
-
-    def receive(self, sent: "_Offloaded") -> Tensor:
-        """The tensor, back on the device; the one that left before it starts to return as well."""
-        self._fetch(sent)
-        tensor, arrived = sent.arriving
-        sent.arriving = None
-        torch.cuda.current_stream(self.device).wait_event(arrived)
-        previous = sent.previous()
+    def tensor(self) -> Tensor:
+        """The input, back on the device; the previous one starts to return as well."""
+        tensor = self.kept.tensor()
+        self.kept.drop()  # a graph that is run again fetches it again
+        previous = self.previous and self.previous()
         if previous is not None:
-            self._fetch(previous)
+            previous.kept.fetch()
         return tensor
 
-    def _fetch(self, sent: "_Offloaded") -> None:
-        if sent.arriving is None:
-            tensor = torch.empty_like(sent.host, device=self.device)
-            self.into.wait_stream(torch.cuda.current_stream(self.device))  # its memory may still be in use there
-            with torch.cuda.stream(self.into):
-                tensor.copy_(sent.host, non_blocking=True)
-            sent.arriving = tensor, self.into.record_event()
 
-
-class _Offloaded:
-    """A tensor in host memory. It owns its buffer; both go when the graph, or a failed step, drops it."""
-
-    def __init__(self, offloader: _Offloader, buffer: "_HostBuffer", tensor: Tensor, previous):
-        self.offloader, self.buffer, self.previous = offloader, buffer, previous
-        self.host = buffer.bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self.arriving = None  # (device tensor, event) of a fetch that is under way
-
-    def __del__(self):
-        if self.arriving is not None:  # nobody will wait for it: its memory must not be reused before it is done
-            self.arriving[0].record_stream(self.offloader.into)
-        self.offloader.pool.give(self.buffer)
-
-
-class _BufferPool:
-    """Idle host buffers. There are never more than were in use at once, nor larger ones than were asked for."""
+class _Inputs:
+    """One device's inputs, in the order in which they left."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.idle = []
+        self.store, self.newest = Store(device), None
 
-    def take(self, size: int) -> "_HostBuffer":
-        """The smallest idle buffer that fits, or a new one in place of an idle one that is too small."""
-        fitting = [buffer for buffer in self.idle if buffer.size >= size]
-        if fitting:
-            best = min(fitting, key=lambda buffer: buffer.size)
-            self.idle.remove(best)
-            return best
-        if self.idle:
-            self.idle.pop()
-        return _HostBuffer(size, self.device)
-
-    def give(self, buffer: "_HostBuffer") -> None:
-        self.idle.append(buffer)
+    def keep(self, tensor: Tensor) -> _Input:
+        kept = _Input(self.store.keep(tensor.contiguous(), "host", chunk=len(tensor)), self.newest)
+        self.newest = weakref.ref(kept)
+        return kept
 
 
-class _HostBuffer:
-    """Page-locked memory of `size` bytes, without the rounding to powers of two of torch's own pinned allocator. The
-    mapping is a shared one: a forked data loader must not make pages under a running copy copy-on-write."""
-
-    def __init__(self, size: int, device: torch.device):
-        available = psutil.virtual_memory().available
-        if size > available:
-            raise MemoryError(
-                f"no host memory left for an offloaded layer input: {size / 2**30:.1f} GiB needed, "
-                f"{available / 2**30:.1f} available; shorten the sequence, use more GPUs or plain checkpointing"
-            )
-        self.size = size
-        self.bytes = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        _page_lock(self.bytes)
-        weakref.finalize(self, _page_unlock, self.bytes, device).atexit = False
-
-
-def _page_lock(memory: Tensor) -> None:
-    portable = 1  # cudaHostRegisterPortable: page-locked for every device
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
-
-
-def _page_unlock(memory: Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # no copy may be under way
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+_inputs = functools.cache(_Inputs)

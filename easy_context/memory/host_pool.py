@@ -1,0 +1,108 @@
+"""The host tier: page-locked memory of exactly the bytes needed.
+
+torch's own pinned allocator rounds to powers of two, up to twice the memory. Here a buffer is an anonymous mapping,
+registered with CUDA (`cudaHostRegister`, CUDA Runtime API, "Memory Management"), page-locked once and used again by
+every step. For CPU tensors it is ordinary memory.
+"""
+
+import mmap
+import weakref
+from collections.abc import Callable
+
+import psutil
+import torch
+from torch import Tensor
+
+from easy_context.memory.compress import Codec
+from easy_context.memory.lanes import Lane
+from easy_context.memory.pool import Lease, Pool
+
+GIB = 2**30
+
+
+class HostMemory:
+    """`size` bytes, page-locked where the device is a GPU. The mapping is a shared one: a forked data loader must not
+    make pages under a running copy copy-on-write.
+
+    Raises:
+        MemoryError: the system does not give it.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self.size = size
+        try:
+            self.bytes = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            if device.type == "cuda":
+                page_lock(self.bytes)
+        except (OSError, RuntimeError) as error:  # of mmap, of cudaHostRegister
+            raise MemoryError(_shortage(size, psutil.virtual_memory().available)) from error
+        if device.type == "cuda":
+            weakref.finalize(self, page_unlock, self.bytes, device).atexit = False
+
+
+def page_lock(memory: Tensor) -> None:
+    portable = 1  # cudaHostRegisterPortable: page-locked for every device
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+
+
+def page_unlock(memory: Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # no copy may be under way
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
+class HostPool(Pool):
+    """Host buffers, and the copies between them and the device.
+
+    Args:
+        limit: bytes that this process may hold here; None: whatever the machine says is available, whenever asked.
+    """
+
+    def __init__(self, device: torch.device, out: Lane, into: Lane, limit: int | None):
+        super().__init__()
+        self.device, self.out, self.into, self.limit = device, out, into, limit
+        self._made = weakref.WeakSet()
+
+    def require(self, size: int) -> None:
+        """Raises:
+        MemoryError: the pool could not hold `size` bytes in all, what it holds already among them.
+        """
+        room = self._available() + self._held()
+        if size > room:
+            raise MemoryError(_shortage(size, room))
+
+    def make(self, size: int) -> HostMemory:
+        if size > self._available():
+            self.idle.clear()
+        available = self._available()
+        if size > available:
+            raise MemoryError(_shortage(size, available))
+        memory = HostMemory(size, self.device)
+        self._made.add(memory)
+        return memory
+
+    def write(self, lease: Lease, offset: int, rows: Tensor, codec: Codec) -> Callable[[], None]:
+        """Start the copy of `rows` to the buffer's bytes from `offset` on; returns what waits for it.
+        `rows` must live until somebody has waited."""
+        with self.out.running():
+            codec.pack(rows, lease.slot.bytes[offset : offset + codec.nbytes(rows)])
+        return self.out.mark()
+
+    def read(self, lease: Lease, offset: int, rows: Tensor, codec: Codec) -> Callable[[], None]:
+        """Start the copy back into `rows`; returns what waits for it."""
+        with self.into.running():
+            codec.unpack(lease.slot.bytes[offset : offset + codec.nbytes(rows)], rows)
+        return self.into.mark()
+
+    def _held(self) -> int:
+        return sum(memory.size for memory in self._made)
+
+    def _available(self) -> int:
+        return psutil.virtual_memory().available if self.limit is None else self.limit - self._held()
+
+
+def _shortage(needed: int, available: int) -> str:
+    return (
+        f"host tier: {needed / GIB:.2f} GiB of host memory needed, {available / GIB:.2f} GiB available; shorten the "
+        'sequence, keep less (keep="input"), move layers to tier="disk", use more GPUs, or, where the machine shows '
+        "less memory than it may use, say how much this process may take (host_memory=...)"
+    )

@@ -9,7 +9,8 @@ block stays a plain rectangle; of a window, the rectangle's corner that no query
 `Partial` then adds up block results in float32 (float64 for float64 inputs) through their log-sum-exp, the merge of
 blockwise attention (https://arxiv.org/abs/2310.01889) in the sigmoid form, which neither overflows nor loses the
 smaller part when partial maxima differ by hundreds. The backward of a block takes the *global* output and
-log-sum-exp, hence gradients of blocks are summed without any rescaling.
+log-sum-exp, hence gradients of blocks are summed without any rescaling (`Sum`). What is one block alone is handed on
+as the kernel wrote it.
 """
 
 from bisect import bisect_right
@@ -153,28 +154,39 @@ class Scores:
 
 
 class Partial:
-    """Attention of queries shaped like `q` `[B, S, H, D]` over the blocks added so far. lse is `[B, H, S]`."""
+    """Attention of queries shaped like `q` `[B, S, H, D]` over `count` blocks, added one by one. lse is `[B, H, S]`.
 
-    def __init__(self, q: torch.Tensor):
-        self.shape, self.dtype = q.shape, q.dtype
+    A first block that covers all rows is kept as it comes, merges are written in float32 (float64), the last one in
+    the dtype of `q`: none of the conversions is a pass of its own where the merged block covers all rows."""
+
+    def __init__(self, q: torch.Tensor, count: int):
+        self.shape, self.dtype, self.missing = q.shape, q.dtype, count
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor, batch: slice = slice(None), q: slice = slice(None)) -> None:
         """Merge a block's `(out, lse)` into rows `batch`, queries `q`."""
-        if self.out is None and out.shape == self.shape:  # the first block covers all rows: nothing to merge yet
+        self.missing -= 1
+        whole = out.shape == self.shape
+        if self.out is None and whole:
             self.out, self.lse = out, lse
             return
         if self.out is None:
             self.out = out.new_zeros(self.shape, dtype=lse.dtype)
             self.lse = lse.new_full((self.shape[0], self.shape[2], self.shape[1]), -torch.inf)
-        self.out = self.out.to(lse.dtype)
-        merge(self.out[batch, q], self.lse[batch, :, q], out, lse)
+        dtype = lse.dtype if self.missing else self.dtype
+        if self.out.dtype == dtype:
+            into = self.out
+        else:
+            into = torch.empty_like(self.out, dtype=dtype) if whole else self.out.to(dtype)
+        merge(self.out[batch, q], self.lse[batch, :, q], out, lse, into[batch, q])
+        self.out = into
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`(out, lse)`, out in the dtype of `q`. At least one block was added."""
         assert self.out is not None, "no block reached these queries"
-        return self.out.to(self.dtype), self.lse
+        assert self.missing == 0, self.missing
+        return self.out, self.lse
 
 
 def attend(q, k, v, blocks: Sequence[Block], partial: Partial, scores: Scores) -> None:

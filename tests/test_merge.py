@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from easy_context.blocks import Partial, Sum
 from easy_context.kernels.merge import merge
 
 SPLIT = 7  # keys of the first part
@@ -57,6 +58,68 @@ CASES = pytest.mark.parametrize(
 @pytest.mark.parametrize("spread", [1.0, 300.0])
 def test_equals_attention_over_all_keys(dtype, tolerance, spread):
     check("cpu", dtype, spread, tolerance)
+
+
+def check_into(device: str, before: torch.dtype, after: torch.dtype) -> None:
+    """Two half-precision blocks, or what is left to merge with the last of them: widened and narrowed on the way."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, LENGTH, 3, 24)
+    out, block = (torch.randn(shape, generator=generator).to(device, t) for t in (before, torch.bfloat16))
+    lse, block_lse = (torch.randn(2, 3, LENGTH, generator=generator).to(device) for _ in range(2))
+    wide, wide_lse, kept = out.to(torch.float32, copy=True), lse.clone(), out.clone()
+    merge(wide, wide_lse, block, block_lse)
+    into = torch.full((2, LENGTH + OFFSET, 3, 24), 7.0, dtype=after, device=device)
+    merge(out, lse, block, block_lse, into[:, OFFSET:])
+    assert torch.equal(into[:, OFFSET:], wide.to(after)) and torch.equal(lse, wide_lse)
+    assert torch.equal(out, kept) and (into[:, :OFFSET] == 7).all()
+
+
+FIRST_LAST_BOTH = pytest.mark.parametrize(
+    "before, after",
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
+
+
+@FIRST_LAST_BOTH
+def test_conversions_are_those_of_the_inputs_and_the_result(before, after):
+    check_into("cpu", before, after)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@FIRST_LAST_BOTH
+def test_conversions_on_cuda(before, after):
+    pytest.importorskip("triton")
+    check_into("cuda", before, after)
+
+
+@pytest.mark.parametrize(
+    "batch, rows", [(slice(None), slice(None)), (slice(None), slice(30, None)), (slice(1, 2), slice(9, 50))]
+)
+def test_a_sum_of_blocks_is_rounded_once_and_one_block_never(batch, rows):
+    """`Partial` and `Sum` over a first block of all rows, and blocks of some of them."""
+    generator = torch.Generator().manual_seed(0)
+    like = torch.empty(2, LENGTH, 3, 24, dtype=torch.bfloat16)
+    blocks = [torch.randn(like.shape, generator=generator).bfloat16() for _ in range(3)]
+    lses = [torch.randn(2, 3, LENGTH, generator=generator) for _ in range(3)]
+
+    alone, one = Partial(like, 1), Sum(like)
+    alone.add(blocks[0], lses[0].clone())
+    one.add(blocks[0])
+    assert alone.result()[0] is blocks[0] and one.result() is blocks[0]
+    assert torch.equal(Sum(like).result(), torch.zeros_like(like))
+
+    partial, total = Partial(like, 3), Sum(like)
+    out, lse, wide = blocks[0].float(), lses[0].clone(), blocks[0].float()
+    partial.add(blocks[0], lses[0].clone())
+    total.add(blocks[0])
+    for block, block_lse in zip(blocks[1:], lses[1:], strict=True):
+        partial.add(block[batch, rows], block_lse[batch, :, rows], batch, rows)
+        total.add(block[batch, rows], batch, rows)
+        merge(out[batch, rows], lse[batch, :, rows], block[batch, rows], block_lse[batch, :, rows])
+        wide[batch, rows] += block[batch, rows]
+    assert torch.equal(partial.result()[0], out.bfloat16()) and torch.equal(partial.result()[1], lse)
+    assert torch.equal(total.result(), wide.bfloat16())
 
 
 @pytest.mark.cuda

@@ -154,8 +154,8 @@ class Kernel(ABC):
             for rows, keys, part in pieces:
                 inputs = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
                 dq[:, rows], dk_part, dv_part = self.compute_backward(*inputs, part, scale)
-                dk[:, keys] += dk_part
-                dv[:, keys] += dv_part
+                dk[:, keys].add_(dk_part)
+                dv[:, keys].add_(dv_part)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     @abstractmethod

@@ -11,15 +11,15 @@ import triton.language as tl
 ROWS = 32
 
 
-def merge_in_one_pass(out, lse, block_out, block_lse) -> None:
-    """As `merge.merge`, for CUDA tensors."""
+def merge_in_one_pass(out, lse, block_out, block_lse, into) -> None:
+    """As `merge.merge`, for CUDA tensors; `into` may be `out`."""
     batch, length, heads, head_size = out.shape
     if out.numel() == 0:
         return
     with torch.cuda.device_of(out):  # Triton launches on the current device
         _merge[(heads, triton.cdiv(length, ROWS), batch)](
-            *(out, lse, block_out, block_lse, length, head_size),
-            *(*out.stride(), *lse.stride(), *block_out.stride(), *block_lse.stride()),
+            *(out, lse, block_out, block_lse, into, length, head_size),
+            *(*out.stride(), *lse.stride(), *block_out.stride(), *block_lse.stride(), *into.stride()),
             rows=ROWS,
             columns=triton.next_power_of_2(head_size),
         )
@@ -27,9 +27,10 @@ def merge_in_one_pass(out, lse, block_out, block_lse) -> None:
 
 @triton.jit
 def _merge(
-    out, lse, block_out, block_lse, length, head_size,
+    out, lse, block_out, block_lse, into, length, head_size,
     out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
     block_out_b, block_out_s, block_out_h, block_out_d, block_lse_b, block_lse_h, block_lse_s,
+    into_b, into_s, into_h, into_d,
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -52,6 +53,7 @@ def _merge(
     out_at = out + batch * out_b + head * out_h + row[:, None] * out_s + column[None, :] * out_d
     block_at = block_out + batch * block_out_b + head * block_out_h
     block_at += row[:, None] * block_out_s + column[None, :] * block_out_d
-    before = tl.load(out_at, mask=inside, other=0.0)
-    block = tl.load(block_at, mask=inside, other=0.0).to(before.dtype)
-    tl.store(out_at, before + weight[:, None] * (block - before), mask=inside)
+    into_at = into + batch * into_b + head * into_h + row[:, None] * into_s + column[None, :] * into_d
+    before = tl.load(out_at, mask=inside, other=0.0).to(weight.dtype)
+    block = tl.load(block_at, mask=inside, other=0.0).to(weight.dtype)
+    tl.store(into_at, before + weight[:, None] * (block - before), mask=inside)

@@ -8,10 +8,12 @@ before them on the circle, world + r - t: they receive its queries, use their ow
 be merged. For an even world the last step has two ranks for each block left; here they share it, half of the queries
 each (LightSeq lets one of them idle), so that every world is balanced exactly: world / 2 blocks of compute each.
 
-Bytes sent per rank and layer, N ranks, q = B * S/N * H * D and kv = 2 * B * S/N * H_kv * D elements: about N/2 messages
-forward, each kv (own keys to a later rank) or, for a helped rank, q out and q * 4 bytes (float32) + lse back. Backward:
-kv out and kv * 4 bytes back, or 3 q out and q * 4 bytes back. With few KV heads and many ranks that is half of what a
-ring moves. Choose it when contiguous shards matter (convolutions, local windows, data that arrive in order).
+Sent per rank and layer, N ranks, q = B * S/N * H * D and kv = 2 * B * S/N * H_kv * D elements: about N/2 messages
+forward, each kv (own keys to a later rank) or, for a helped rank, q out and q + lse back. Backward: kv out and kv
+back, or 3 q + lse out and q back. All in the inputs' dtype (a share that goes home is one task's, and rounded once),
+lse in float32. With few KV heads and many ranks that is half of what a ring moves. What a step needs travels during
+the step before, what it yields during the step after: each hides behind a whole block of compute, 4 * B * (S/N)^2 * H
+* D FLOPs forward. Choose it when contiguous shards matter (convolutions, local windows, data that arrive in order).
 """
 
 from ..layout import Layout

@@ -5,17 +5,18 @@ between them and its own queries, while those of rank r - s - 1 are already on t
 https://arxiv.org/abs/2310.01889). In the backward keys and values travel once more, and the gradients of each shard
 follow it around the ring in float32, every rank adding its share, until they are back home.
 
-Bytes sent per rank and layer, with N ranks, `kv` = 2 * B * S/N * H_kv * D elements: forward (N-1) * kv * itemsize;
-backward the same, plus N * kv * 4 for the gradients. What hides them: step s computes B * (S/N)^2 * H * D * 2 FLOPs
-on average under a causal mask (half of that masked), growing with the square of the shard where the bytes grow
-linearly.
+Sent per rank and layer, N ranks, `kv` = 2 * B * S/N * H_kv * D elements, k and v in one message: forward N-1 messages
+of kv * itemsize bytes; backward the same, plus N messages of kv * 4 bytes for the gradients. What hides them: a step's
+compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that under a causal mask), 2.5 times as many in the backward; it grows
+with the square of the shard, the bytes grow linearly. Only the gradients' last message has nothing left to hide
+behind. Held besides the shards: two kv that alternate, in the backward two in float32 besides.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..blocks import Partial, Sum, add_gradients, attend, attend_backward
+from ..blocks import Block, Partial, Sum, add_gradients, attend, attend_backward
 from ..comm import Comm, pass_on
 from ..layout import Span
 from .base import AttentionContext, Gradients, Mode, Residuals
@@ -45,10 +46,10 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
     of ranks without a block, nothing travels the ring: ranks fetch just the keys that they see from their owners."""
     if not ctx.is_dense(spans):
         return scheduled_forward(q, k, v, ctx, comm, spans, rotation(comm.size))
-    partial = Partial(q)
-    for step, held in enumerate(_passing(comm, k, v)):
-        blocks = ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size])
-        attend(q, *held, blocks, partial, ctx.scores)
+    blocks = _blocks_by_step(ctx, comm, spans)
+    partial = Partial(q, sum(map(len, blocks)))
+    for step, held in zip(blocks, _passing(comm, k, v), strict=True):
+        attend(q, *held, step, partial, ctx.scores)
     return partial.result()
 
 
@@ -64,9 +65,8 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
     batch, length, kv_heads, head_size = k.shape
     grads, arriving = (k.new_empty(batch, length, 2 * kv_heads, head_size, dtype=lse.dtype) for _ in range(2))
     pending = None
-    for step, held in enumerate(_passing(comm, k, v)):
-        blocks = ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size])
-        parts = attend_backward(dout, q, *held, out, lse, blocks, ctx.scores)
+    for step, held in zip(_blocks_by_step(ctx, comm, spans), _passing(comm, k, v), strict=True):
+        parts = attend_backward(dout, q, *held, out, lse, step, ctx.scores)
         if pending is not None:  # the other ranks' share of this shard's gradient arrives behind the shard
             pending.wait()
             grads, arriving = arriving, grads
@@ -77,8 +77,11 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
                 room.copy_(own.total)
         pending = pass_on(comm, grads, arriving)
     pending.wait()
-    dk, dv = arriving.to(k.dtype).chunk(2, dim=2)
-    return dq.result(), dk, dv
+    return dq.result(), *(grad.to(k.dtype) for grad in arriving.chunk(2, dim=2))
+
+
+def _blocks_by_step(ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> list[list[Block]]:
+    return [ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size]) for step in range(comm.size)]
 
 
 def _passing(comm: Comm, k: torch.Tensor, v: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:

@@ -166,7 +166,9 @@ class _Forward(_Pass):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.partial = Partial(self.q)
+        own = [task for step in self.steps for task in step if self.has_queries(task)]
+        count = sum(len(self.blocks(task)) if task.worker == self.comm.rank else 1 for task in own)
+        self.partial = Partial(self.q, count)
 
     def supply(self, task):
         return [self.kv[:, self.keys(task)] if task.query == task.worker else self.q[:, self.rows(task)]]
@@ -174,8 +176,9 @@ class _Forward(_Pass):
     def compute(self, task, supplied):
         q = self.q if self.has_queries(task) else supplied[0]
         k, v = (self.k, self.v) if self.has_keys(task) else supplied[0].chunk(2, dim=2)
-        partial = self.partial if self.has_queries(task) else Partial(q)
-        attend(q, k, v, self.local_blocks(task), partial, self.ctx.scores)
+        blocks = self.local_blocks(task)
+        partial = self.partial if self.has_queries(task) else Partial(q, len(blocks))
+        attend(q, k, v, blocks, partial, self.ctx.scores)
         return [] if self.has_queries(task) else [t.contiguous() for t in partial.result()]
 
     def room(self, task):

@@ -1,17 +1,24 @@
 """Ulysses: trade the split of the sequence for a split of the heads (https://arxiv.org/abs/2309.14509).
 
 Outside attention every rank holds a contiguous piece of the sequence and all heads. One all-to-all turns that into the
-whole sequence and a share of the heads, attention runs locally, a second all-to-all turns its output back. q, k and v
-travel in one message.
+whole sequence and a share of the heads, attention runs locally, a second all-to-all turns its output back. The backward
+does the same with the gradients: dout there, dq, dk and dv back.
 
 Query heads are dealt out in contiguous, nearly equal ranges, whatever their number (6 heads on 4 ranks: 2, 2, 1, 1);
 each rank receives exactly the KV heads that its query heads use, so a KV head that several ranks need is replicated,
 and its gradient is summed when it comes back. Nothing is padded.
 
-Bytes sent per rank and layer, N ranks, n = B * S/N * D elements a head: forward about (N-1)/N * n * (2 H + 2 H_kv)
-* itemsize (a KV head counts once for every rank that needs it), backward the same. They hide behind nothing: the
-exchange and the attention of one layer wait for each other. Choose it where links are fast and there are no more ranks
-than heads; beyond that, ranks without a head idle (`usp_attn` splits the rest by a ring).
+A message holds one token after the other, and of each token the heads of q, k and v side by side. So what arrives from
+all ranks is, at B = 1, `[S, own heads of q, k and v, D]` already: q, k and v are views of it, which kernels read as
+they are. Copies: one on the way out, none on arrival (one for B > 1); back to the sequence one on arrival, and one on
+the way out (none for the output at B = 1, which is a single tensor).
+
+Sent per rank and layer, N ranks, n = B * S/N * D elements a head: two all-to-alls forward, (N-1)/N * n * (H + 2 H_kv)
+* itemsize bytes and (N-1)/N * n * H * itemsize; backward the same two in reverse order. A KV head counts once for
+every rank that needs it; cross-attention sends q and k, v apart. `restore` is one all-to-all of (N-1)/N * n *
+(2 H + 2 H_kv) * itemsize. They hide behind nothing: the exchange and the attention of one layer wait for each other.
+Choose it where links are fast and there are no more ranks than heads; beyond that, ranks without a head idle
+(`usp_attn` splits the rest by a ring).
 """
 
 from collections.abc import Sequence

@@ -36,6 +36,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["easy_context", "easy_context.*"]),
     package_data={"easy_context": ["py.typed"]},
+    entry_points={"console_scripts": ["easy-context=easy_context.planner.cli:main"]},
     install_requires=[
         "torch>=2.11,<3",
         "transformers>=5.0,<6",

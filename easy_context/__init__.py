@@ -21,7 +21,13 @@ _HOME = {
     "global_num_items": "loss",
     "apply_unsloth_offloaded_gradient_checkpoint_monkey_patch": "memory.offload",
     "remove_unsloth_offloaded_gradient_checkpoint_monkey_patch": "memory.offload",
+    "MemoryPlan": "memory.plan",
+    "LayerPlan": "memory.plan",
+    "apply_memory_plan": "memory.layer",
+    "remove_memory_plan": "memory.layer",
+    "tile_rows": "memory.rows",
     "register_mode": "modes",
+    "plan": "planner",
 }
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

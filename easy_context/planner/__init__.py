@@ -1,0 +1,15 @@
+"""What fits, how fast, and which setting to take: known before anything runs. See docs/planner.md.
+
+shape       sizes of a model            hardware    speeds and sizes of a machine
+costs       constants that were measured            setting     all that an estimate depends on
+memory      bytes by item and tier      timing, exchange    seconds by part
+search      the best memory plan        planning    the choice among modes and splits
+report, picture, cli    how it is shown             training    the same for a run of train.py
+"""
+
+from .hardware import HARDWARE, Hardware
+from .planning import Plan, plan
+from .shape import ModelShape
+from .training import for_training
+
+__all__ = ["HARDWARE", "Hardware", "ModelShape", "Plan", "for_training", "plan"]

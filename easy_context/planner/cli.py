@@ -1,0 +1,85 @@
+"""`easy-context plan ...`: what fits, how fast, and the flags of train.py to take."""
+
+import argparse
+import re
+import sys
+
+from .hardware import HARDWARE
+from .planning import plan
+from .setting import ENGINES
+
+_BYTES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_TOKENS = {"": 1, "K": 2**10, "M": 2**20}
+
+
+def size(text: str) -> float:
+    """Bytes: 80GB, 64GiB, 1TB, 512e9."""
+    return _number(text, r"([\d.e+]+)\s*([KMGT]?I?)B?", _BYTES, "a size such as 80GB or 64GiB")
+
+
+def tokens(text: str) -> int:
+    """Tokens: 131072, 128K (x 1024), 1M (x 1024 x 1024)."""
+    return int(_number(text, r"([\d.]+)\s*([KM]?)", _TOKENS, "a number of tokens such as 131072, 128K or 1M"))
+
+
+def _number(text: str, form: str, units: dict, wanted: str) -> float:
+    found = re.fullmatch(form, text.strip().replace(",", ""), re.IGNORECASE)
+    try:
+        return float(found[1]) * units[found[2].upper()]
+    except (TypeError, ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(prog="easy-context", description="Long-context training, planned before it runs.")
+    commands = whole.add_subparsers(dest="command", required=True)
+    form = argparse.ArgumentDefaultsHelpFormatter
+    command = commands.add_parser("plan", help="what fits, how fast, and which flags to take", formatter_class=form)
+    add = command.add_argument_group("what is trained").add_argument
+    add("--model", required=True, help="config.json, its directory, hub name, or a short name such as llama-3.1-8b")
+    add("--seq-length", type=tokens, required=True, metavar="TOKENS", help="128K, 1M, ...")
+    add("--batch-size", type=int, default=1, help="sequences per group of GPUs that share one")
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters")
+    add("--engine", choices=ENGINES, default="zero3_offload", help="who holds weights, gradients and optimizer")
+    add("--no-offload", action="store_const", dest="engine", const="zero3", help="optimizer on the GPUs: engine zero3")
+    add = command.add_argument_group("on what").add_argument
+    add("--gpus", type=int, default=1, help="in all")
+    add("--nodes", type=int, default=1, help="hosts that share them")
+    add("--gpu", choices=[name for name in HARDWARE if name != "CPU"], default="H200", help="whose speeds to take")
+    add("--gpu-memory", type=size, metavar="SIZE", help="of a GPU; without it that of --gpu")
+    add("--host-memory", type=size, metavar="SIZE", help="of a node; without it no bound")
+    add("--disk", metavar="DIR", help="may also keep tensors here")
+    add("--disk-memory", type=size, metavar="SIZE", help="of a node's disk; without it no bound")
+    add("--kernel", help="attention kernel; without it the fastest of --gpu")
+    add("--measure", action="store_true", help="measure speeds on this machine's GPU instead of --gpu")
+    add = command.add_argument_group("how").add_argument
+    add("--mode", help="this mode alone")
+    add("--seq-parallel-size", type=int, help="this many GPUs a sequence alone")
+    add("--compress", choices=["int8"], help="what is kept outside the GPU")
+    add("--picture", metavar="FILE", help="draw memory over the step")
+    return whole
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code: 1 where nothing fits or a setting is wrong."""
+    from rich.console import Console
+
+    from .report import show
+
+    options = vars(parser().parse_args(argv))
+    options.pop("command")
+    picture, measure = options.pop("picture"), options.pop("measure")
+    try:
+        if measure:
+            from .measure import measure_here
+
+            options["gpu"] = measure_here()
+        made = plan(**options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    console = Console()
+    show(made, console if console.is_terminal else Console(width=160))
+    if picture:
+        made.picture(picture)
+    return 0

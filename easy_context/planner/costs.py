@@ -1,0 +1,61 @@
+"""The constants of the model that neither sizes nor data sheets give. One place, a source each; a measurement of the
+executor (`benchmarks/train_step.py`) moves them here and nowhere else.
+"""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Counts of elements are per row (token) or per row of a tile, in the computing dtype, where nothing else is said.
+
+    `E` is the hidden size, `M` the MLP's intermediate size.
+    """
+
+    # --- time -----------------------------------------------------------------------------------------------------
+    # Products of a tile's size against one large product. From the step near the limit: what 128K and 256K tokens
+    # took beyond attention at the kernel's speed and beyond elementwise passes.
+    matmul_share: float = 0.88
+    # Elements that elementwise work reads and writes, compiled: norms, residuals, rotation (E), activation (M).
+    forward_passes: tuple[float, float] = (10, 3)
+    backward_passes: tuple[float, float] = (24, 11)  # with what is computed again
+    norm_passes: float = 2  # E; of the input norm, which each further group of heads computes anew
+    uncompiled: float = 2.5  # times as much where every operation is a kernel of its own
+    accumulate_bytes: float = 12  # per weight and tile: read a sum in float32, read what is added, write
+    loss_bytes: float = 20  # per logit: the row's products, softmax and gradient
+    merge_bytes: float = 10  # per element of out and ring step: read and write in float32, read the partial result
+    cpu_adam_passes: float = 1.15  # clipping looks at gradients once more
+    gpu_adam_bytes: float = 40  # per parameter: gradients three times, two states and the master there and back
+
+    # --- GPU memory -------------------------------------------------------------------------------------------------
+    # Whole tensors [rows, E] in a layer's backward beside its input and attention output: gradients of output and
+    # attention output.
+    backward_hidden: float = 2
+    attention_hidden: float = 0  # further ones while attention's backward runs
+    forward_tile: tuple[float, float] = (4, 3.5)  # (E, M) of the tile at work
+    backward_tile: tuple[float, float] = (6, 6.5)
+    project_tile: float = 4  # E
+    loss_tile: float = 2 * 2**30  # bytes: logits and their gradient
+    attention_workspace: float = 4  # bytes per element of q: the kernel's float32 sum of dq
+    # What autograd saves of an ordinary layer: (E, M, q + k + v + attention output).
+    everything: tuple[float, float, float] = (8, 4, 1)
+    everything_backward: tuple[float, float] = (4, 3)  # (E, M), of all rows at once
+    workspace: float = 0.3 * GIB  # products' own buffers and what a step leaves behind
+    live_parameters: float = 1e9  # stage3_max_live_parameters
+    context: float = 0.6 * GIB  # the driver's, not seen by torch
+    communicator: float = 1.0 * GIB  # NCCL's buffers
+    fragmentation: float = 0.03  # of a GPU's memory, with expandable segments
+
+    # --- host memory ------------------------------------------------------------------------------------------------
+    process: float = 3 * GIB  # a rank's interpreter, libraries, CUDA
+
+
+# The executor as it is.
+COSTS = Costs()
+# The hand-written stack that was measured first: it keeps the normalized input and its gradient whole, and takes
+# smaller tiles of the loss.
+CALIBRATION = Costs(attention_hidden=2, loss_tile=1.5 * 2**30)
+# transformers' own layers under gradient checkpointing: no tile, no fusion.
+ORDINARY_LAYERS = Costs(matmul_share=0.92)

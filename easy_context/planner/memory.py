@@ -1,0 +1,186 @@
+"""Bytes of a step by item and tier: of a GPU over the course of the step, of a host and of its disk.
+
+A step is a row of phases: each layer forward (attention, then the rest tile by tile), the loss, each layer backward
+(the rest, then attention). A phase has its items; the peak is the phase with the largest sum. What a layer keeps for
+its backward stands in `kept` from its forward on. With N rows (local tokens times batch), 2 bytes an element:
+
+    kept            N E (input), N (E + H D) + 4 N H (attention), or what autograd saves (everything)
+    hidden states   forward x, a, y; backward x, a (come back from their tier) and the gradients dy, da
+    attention       a group's q, k, v; backward those, copies of a and da, dq, dk, dv, and the kernel's float32 sums
+    exchange        what a ring receives while it computes, and its float32 sums; a second copy in the all-to-all
+    tiles           of the MLP: 6-7 T M backward; of the loss
+    layer gradients the layer's weights' in float32 while its tiles are at work
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+
+from easy_context.memory.plan import LayerPlan
+
+from .setting import BF16, Setting
+
+INT8 = 0.53  # bytes of an element and its share of a scale, against bf16
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`part`: forward or backward of `attention` or `rows` of one `layer`, or the loss (layer None)."""
+
+    part: str
+    layer: int | None
+    items: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.items.values())
+
+    def __str__(self) -> str:
+        return self.part if self.layer is None else f"{self.part}, layer {self.layer}"
+
+
+def kept_bytes(setting: Setting, layer: LayerPlan) -> float:
+    """What a layer keeps in its tier."""
+    s, n = setting.shape, setting.rows
+    if layer.keep == "everything":
+        of_e, of_m, of_heads = setting.costs.everything
+        heads = (2 * s.heads + 2 * s.kv_heads) * s.head_size
+        mlp = s.intermediate * (of_m if s.gated else of_m / 2)
+        return n * BF16 * (of_e * s.hidden + mlp + of_heads * heads)
+    width = s.hidden + (s.attention_size if layer.keep == "attention" else 0)
+    squeezed = INT8 if setting.plan.compress and layer.tier != "gpu" else 1
+    return n * width * BF16 * squeezed + lse_bytes(setting, layer)
+
+
+def lse_bytes(setting: Setting, layer: LayerPlan) -> float:
+    """float32, a number per row and head."""
+    return 4.0 * setting.rows * setting.shape.heads if layer.keep == "attention" else 0.0
+
+
+def resident(setting: Setting) -> dict[str, float]:
+    """What stays on the GPU for the whole step."""
+    s, p, c = setting.shape, setting.shape.parameters, setting.costs
+    inputs = setting.rows * (3 * 8 + 2 * BF16 * s.head_size)  # ids, positions, targets; cos and sin
+    items = {"inputs, rotation": inputs, "workspace": c.workspace}
+    frozen = p - setting.trainable if setting.lora else 0
+    if setting.engine == "plain":
+        return {"weights": BF16 * p, "gradients": BF16 * setting.trainable, **items}
+    if setting.engine == "ddp":
+        weights = BF16 * frozen + 4 * setting.trainable
+        return {"weights": weights, "gradients": 4 * setting.trainable, "optimizer": 8 * setting.trainable, **items}
+    largest = max(s.layer_weights, s.head_weights)
+    gathered = {"weights": BF16 * min(p, c.live_parameters + largest)}
+    if setting.lora is None:
+        gathered["gradients"] = 2 * BF16 * largest  # as they come, and on their way to their owners
+    if setting.engine == "zero3":
+        gathered["optimizer"] = (BF16 * frozen + 18 * setting.trainable) / setting.gpus
+    return {**gathered, **items}
+
+
+def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, float]:
+    """Of one group of heads."""
+    s, n = setting.shape, setting.rows
+    groups = 1 if layer.keep == "everything" else setting.plan.head_groups
+    q = n * s.attention_size / groups * BF16
+    kv = 2 * n * s.kv_heads * s.head_size / min(groups, s.kv_heads) * BF16
+    work = setting.costs.attention_workspace / BF16 * q
+    shared = 2 * kv if s.kv_heads < s.heads else 0  # dk, dv of shared heads are summed in float32
+    computing = 2 * (q + kv) + 2 * q + work + shared if backward else 2 * q + kv
+    exchange = 0.0
+    if setting.ring > 1:
+        exchange += 2 * kv + (2 * q + 6 * kv if backward else 3 * q)
+    if setting.ulysses > 1:
+        exchange += q + kv + (q if backward else 0)
+    return {"attention": computing, "exchange": exchange}
+
+
+def _forward(setting: Setting, layer: LayerPlan) -> Iterator[tuple[str, dict[str, float]]]:
+    s, n, c = setting.shape, setting.rows, setting.costs
+    hidden = n * (s.hidden + s.attention_size) * BF16
+    ordinary = layer.keep == "everything"
+    rows = n if ordinary else setting.tile
+    yield "forward attention", {"hidden states": hidden, **_attention(setting, layer, backward=False)}
+    tile = rows * BF16 * (c.forward_tile[0] * s.hidden + c.forward_tile[1] * s.intermediate)
+    # an ordinary layer's tensors are those that it keeps
+    yield "forward rows", {"hidden states": hidden + n * s.hidden * BF16, "tiles": 0 if ordinary else tile}
+
+
+def _backward(setting: Setting, layer: LayerPlan) -> Iterator[tuple[str, dict[str, float]]]:
+    s, n, c = setting.shape, setting.rows, setting.costs
+    gradients = n * BF16 * s.hidden * (c.backward_hidden - 1) + n * BF16 * s.attention_size
+    if layer.keep == "everything":
+        transient = n * BF16 * (c.everything_backward[0] * s.hidden + c.everything_backward[1] * s.intermediate)
+        yield "backward rows", {"hidden states": gradients, "tiles": transient}
+        yield "backward attention", {"hidden states": gradients, **_attention(setting, layer, backward=True)}
+        return
+    came_back = n * (s.hidden + s.attention_size) * BF16 + lse_bytes(setting, layer)
+    if layer.tier == "gpu":
+        came_back -= kept_bytes(setting, layer)
+    hidden = {"hidden states": gradients + came_back}
+    trained = setting.lora is None
+    if layer.keep == "input":
+        yield "attention again", {**hidden, **_attention(setting, layer, backward=False)}
+    tile = setting.tile * BF16 * (c.backward_tile[0] * s.hidden + c.backward_tile[1] * s.intermediate)
+    sums = 4 * s.finish_weights + 4 * s.down_weights if trained else 0  # and the largest product that is added
+    yield "backward rows", {**hidden, "tiles": tile, "layer gradients": sums}
+    hidden = {"hidden states": gradients + came_back + c.attention_hidden * n * s.hidden * BF16}
+    tile = setting.tile * BF16 * c.project_tile * s.hidden
+    sums = 4 * s.layer_weights if trained else 0
+    yield "backward attention", {**hidden, **_attention(setting, layer, True), "tiles": tile, "layer gradients": sums}
+
+
+def _loss(setting: Setting) -> dict[str, float]:
+    s = setting.shape
+    states = 3 * setting.rows * s.hidden * BF16  # before and after the last norm, and their gradient
+    return {
+        "hidden states": states,
+        "tiles": setting.costs.loss_tile,
+        "layer gradients": 8 * s.head_weights if setting.lora is None else 0,  # a sum, and what is added to it
+    }
+
+
+def phases(setting: Setting, layers: set[int] | None = None) -> Iterator[Phase]:
+    """The step, in order; `layers` leaves out those of the other layers."""
+    plans, always = setting.plan.layers, resident(setting)
+    own = {p: kept_bytes(setting, p) if p.tier == "gpu" else 0.0 for p in set(plans)}
+    until = [0.0, *accumulate(own[p] for p in plans)]
+    wanted = [i for i in range(len(plans)) if layers is None or i in layers]
+    for i in wanted:
+        kept = until[i + 1] if plans[i].keep == "everything" else until[i]
+        for part, items in _forward(setting, plans[i]):
+            yield Phase(part, i, {**always, "kept for backward": kept, **items})
+    yield Phase("loss", None, {**always, "kept for backward": until[-1], **_loss(setting)})
+    for i in reversed(wanted):
+        below = plans[i - 1] if i else None
+        ahead = setting.plan.prefetch and below is not None and below.tier != "gpu"
+        coming = kept_bytes(setting, replace(below, tier="gpu")) if ahead else 0.0  # uncompressed
+        for part, items in _backward(setting, plans[i]):
+            yield Phase(part, i, {**always, "kept for backward": until[i + 1], "prefetched": coming, **items})
+
+
+def peak(setting: Setting) -> Phase:
+    """The phase that takes most. Of layers with the same plan the first and the last tell."""
+    ends, start = set(), 0
+    for _, run in groupby(setting.plan.layers):
+        length = sum(1 for _ in run)
+        ends |= {start, start + length - 1}
+        start += length
+    return max(phases(setting, ends), key=lambda phase: phase.total)
+
+
+def host_items(setting: Setting) -> dict[str, float]:
+    """Of a node: its ranks' processes, their shares of the states, and what their layers keep."""
+    ranks = setting.gpus_per_node
+    kept = sum(kept_bytes(setting, layer) for layer in setting.plan.layers if layer.tier == "host") * ranks
+    items = {"processes": setting.costs.process * ranks}
+    if setting.engine == "zero3_offload":
+        items["weights"] = BF16 * setting.shape.parameters / setting.nodes
+        items["gradients"] = 4 * setting.trainable / setting.nodes
+        items["optimizer"] = 12 * setting.trainable / setting.nodes
+    return {**items, "kept for backward": kept}
+
+
+def disk_bytes(setting: Setting) -> float:
+    """Of a node."""
+    kept = sum(kept_bytes(setting, layer) for layer in setting.plan.layers if layer.tier == "disk")
+    return kept * setting.gpus_per_node

@@ -1,0 +1,222 @@
+"""`plan`: what fits, how fast it is, and which split and memory plan to take. Plain arithmetic, nothing is started."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+from easy_context.memory.plan import MemoryPlan
+
+from .hardware import Hardware, find_hardware
+from .memory import Phase, disk_bytes, host_items, peak, phases
+from .search import EQUAL, Limits, best, fullness, longest, thriftiest
+from .setting import ENGINES, Setting
+from .shape import ModelShape
+from .timing import Time, step_time
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by item: of a GPU in the phase that takes most, of a node's host memory and disk; and what there is."""
+
+    gpu: dict[str, float]
+    gpu_usable: float
+    phase: str
+    host: dict[str, float]
+    host_limit: float | None
+    disk: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One setting and what it comes to. `longest` is the longest sequence, in tokens, that fits with this split and
+    some memory plan; `alternatives` are the best settings of all splits, this one among them, fastest first."""
+
+    setting: Setting
+    limits: Limits
+    longest: int
+    alternatives: tuple["Plan", ...] = field(default=(), repr=False)
+
+    @property
+    def mode(self) -> str:
+        return self.setting.mode
+
+    @property
+    def ring_degree(self) -> int | None:
+        """For `init_seq_parallel`: of usp_attn alone."""
+        return self.setting.ring if self.mode == "usp_attn" else None
+
+    @property
+    def seq_parallel_size(self) -> int:
+        return self.setting.sp_size
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        return self.setting.plan
+
+    @cached_property
+    def memory(self) -> Memory:
+        most = peak(self.setting)
+        gpu = {item: size for item, size in most.items.items() if size}
+        host = host_items(self.setting)
+        return Memory(gpu, self.setting.usable, str(most), host, self.limits.host, disk_bytes(self.setting))
+
+    @cached_property
+    def time(self) -> Time:
+        return step_time(self.setting)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.setting.tokens / self.time.total
+
+    @property
+    def mfu(self) -> float:
+        return self.setting.flops / self.time.total / self.setting.gpus / self.setting.hardware.peak
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Memory over the step."""
+        return list(phases(self.setting))
+
+    def picture(self, path: Path | str) -> None:
+        """Draw memory over the step into a file."""
+        from .picture import draw
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        gpu, host = sum(self.memory.gpu.values()), sum(self.memory.host.values())
+        return (
+            f"{self.mode} on {self.setting.gpus // self.setting.sp_size} x {self.setting.sp_size} GPUs, "
+            f"{self.memory_plan}: {gpu / 2**30:.1f} GiB a GPU, {host / 2**30:.0f} GiB a host, "
+            f"{self.time.total:.1f} s a step, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}"
+        )
+
+
+def plan(
+    model,
+    *,
+    gpus: int = 1,
+    seq_length: int,
+    gpu: str | Hardware = "H200",
+    gpu_memory: float | None = None,
+    host_memory: float | None = None,
+    disk: str | None = None,
+    disk_memory: float | None = None,
+    nodes: int = 1,
+    batch_size: int = 1,
+    kernel: str | None = None,
+    engine: str = "zero3_offload",
+    lora: int | None = None,
+    mode: str | None = None,
+    seq_parallel_size: int | None = None,
+    compress: str | None = None,
+) -> Plan:
+    """The fastest setting that fits.
+
+    Args:
+        model: short name (`known_models`), `config.json`, directory, hub name, configuration, model or `ModelShape`.
+        gpus: in all; `nodes` hosts share them equally.
+        seq_length: tokens of a sequence; `batch_size` of them per sequence-parallel group.
+        gpu: name of a table entry, or a `Hardware`.
+        gpu_memory: bytes of a GPU; None takes the table's.
+        host_memory: bytes of a node; None sets no bound.
+        disk: directory of the disk tier, with `disk_memory` bytes a node (None: no bound); None uses no disk.
+        kernel: name of an attention kernel; None takes the device's fastest.
+        engine: one of `setting.ENGINES`.
+        lora: rank of LoRA adapters; None trains all weights.
+        mode, seq_parallel_size: consider these alone.
+        compress: None or "int8", of what is kept outside the GPU.
+
+    Raises:
+        ValueError: nothing fits (names what runs out first and the nearest setting that fits), or a wrong setting.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine is one of {ENGINES}, not {engine!r}")
+    for name, value in {"gpus": gpus, "nodes": nodes, "seq_length": seq_length, "batch_size": batch_size}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    if gpus % nodes:
+        raise ValueError(f"{gpus} GPUs do not divide among {nodes} nodes: choose another --nodes")
+    shape = ModelShape.of(model)
+    start = Setting(
+        shape=shape,
+        hardware=find_hardware(gpu) if isinstance(gpu, str) else gpu,
+        seq_length=seq_length,
+        plan=MemoryPlan.uniform(shape.layers, compress=compress, disk=disk),
+        gpus=gpus,
+        nodes=nodes,
+        batch_size=batch_size,
+        kernel=kernel,
+        engine=engine,
+        lora=lora,
+        memory=gpu_memory,
+    )
+    limits = Limits(host_memory, disk_memory if disk else 0.0)
+    splits = [s for s in _splits(start, mode) if seq_parallel_size in (None, s.sp_size)]
+    if not splits:
+        raise ValueError(f"mode={mode}, seq_parallel_size={seq_parallel_size} is no split of {gpus} GPUs")
+    start.hardware.kernel(kernel, shape.head_size)  # raises for one that the device has not
+    made = [best(split, limits) for split in splits]
+    found = [Plan(setting, limits, longest(setting, limits)) for setting in made if setting is not None]
+    if not found:
+        raise ValueError(_why_not(splits, limits))
+    found.sort(key=lambda p: -p.tokens_per_second)
+    equal = [p for p in found if p.tokens_per_second * EQUAL >= found[0].tokens_per_second]
+    return replace(min(equal, key=lambda p: fullness(p.setting, limits)), alternatives=tuple(found))
+
+
+def _splits(start: Setting, mode: str | None) -> Iterator[Setting]:
+    """All ways to share sequences among the GPUs."""
+    heads = start.shape.heads
+    for size in (n for n in range(1, start.gpus + 1) if start.gpus % n == 0):
+        degrees = {"data_parallel": [1]} if size == 1 else {"zigzag_ring_attn": [size], "dist_flash_attn": [size]}
+        if size > 1:
+            degrees["ulysses_attn"] = [1] if size <= heads else []
+            degrees["usp_attn"] = [r for r in range(2, size) if size % r == 0 and size // r <= heads]
+        for name, rings in degrees.items():
+            for ring in rings if mode in (None, name) else ():
+                yield replace(start, mode=name, sp_size=size, ring=ring)
+
+
+def _why_not(splits: list[Setting], limits: Limits) -> str:
+    """What runs out first, and the nearest setting that fits."""
+    reach, split = max(((longest(s, limits), s) for s in splits), key=lambda found: (found[0], found[1].sp_size))
+    least = thriftiest(split)
+    gpu, host = peak(least), host_items(least)
+    if limits.host is not None and sum(host.values()) > limits.host:
+        tier, items, there = "host memory", host, limits.host
+        ways = [f"--host-memory {_gib(sum(host.values()))}GiB"]
+    else:
+        tier, items, there = f"GPU memory ({gpu})", gpu.items, split.usable
+        ways = [f"--gpu-memory {_gib(least.memory_for(gpu.total))}GiB"]
+    sums = zip(items, accumulate(items.values()), strict=True)
+    first = next((item for item, until in sums if until > there), "a copy of what is kept")
+    if reach:
+        ways.insert(0, f"--seq-length {reach} ({split.mode}, {split.sp_size} GPUs a sequence)")
+    if more := _enough_gpus(split, limits):
+        ways.append(f"--gpus {more.gpus} --nodes {more.nodes}")
+    if split.lora is None and best(replace(split, lora=16), limits):
+        ways.append("--lora 16")
+    return (
+        f"{split.seq_length:,} tokens do not fit: {tier} runs out first, at {first}: "
+        f"{sum(items.values()) / 2**30:.1f} GiB needed, {there / 2**30:.1f} usable. "
+        f"Nearest that fits: {', or '.join(ways)}"
+    )
+
+
+def _gib(size: float) -> int:
+    return -int(-size // 2**30)
+
+
+def _enough_gpus(split: Setting, limits: Limits) -> Setting | None:
+    """As many GPUs like these as hold the sequence, in nodes of the same size or of 8."""
+    gpus = split.gpus
+    while (gpus := gpus * 2) <= 4096:
+        nodes = max(split.nodes, gpus // max(8, split.gpus_per_node))
+        more = replace(split, gpus=gpus, nodes=nodes)
+        for made in (m for m in _splits(more, None) if m.sp_size == gpus):
+            if best(made, limits):
+                return made
+    return None

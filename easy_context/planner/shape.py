@@ -1,0 +1,162 @@
+"""What a plan needs to know of a model: the sizes of a dense decoder, and the parameters that follow from them.
+
+Read from whatever there is: a short name (`known_models`), a `config.json` or its directory, a hub name, a
+configuration object, a model. Mixtures of experts and layers other than attention + MLP have another arithmetic and
+are refused by name.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from .known_models import KNOWN_MODELS
+
+# Families whose MLP has two matrices instead of three.
+_UNGATED = {"gpt_neox", "gptj", "gpt2", "opt", "phi", "starcoder2", "falcon", "nemotron"}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts")
+_OTHER_LAYERS = ("kv_lora_rank", "ssm_state_size", "mamba_d_state", "attn_layer_period", "state_size")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes in elements; `windows` has per layer how many tokens a query sees, None for all before it."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    tied: bool = False
+    gated: bool = True
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def attention_size(self) -> int:
+        """Width of the attention output, which need not be `hidden`."""
+        return self.heads * self.head_size
+
+    @property
+    def projection_weights(self) -> int:
+        """Weights of a layer's q, k and v."""
+        return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def down_weights(self) -> int:
+        """Weights of the matrix that ends a layer; no backward needs its product."""
+        return self.hidden * self.intermediate
+
+    @property
+    def finish_weights(self) -> int:
+        """Weights of a layer's output projection and MLP."""
+        return self.attention_size * self.hidden + (3 if self.gated else 2) * self.down_weights
+
+    @property
+    def layer_weights(self) -> int:
+        return self.projection_weights + self.finish_weights
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights that every token is multiplied with."""
+        return self.layers * self.layer_weights + self.head_weights
+
+    @property
+    def parameters(self) -> int:
+        """All of them, but for biases."""
+        embeddings = self.head_weights * (1 if self.tied else 2)
+        return self.layers * (self.layer_weights + 2 * self.hidden) + embeddings + self.hidden
+
+    def lora_parameters(self, rank: int) -> int:
+        """Of adapters on all linear layers but the head."""
+        e, m, kv = self.hidden, self.intermediate, self.kv_heads * self.head_size
+        attention = 2 * (e + self.attention_size) + 2 * (e + kv)
+        return self.layers * rank * (attention + (3 if self.gated else 2) * (e + m))
+
+    def pairs(self, seq_length: int) -> list[float]:
+        """Per layer the (query, key) pairs of a causal sequence."""
+        whole = seq_length**2 / 2
+        return [
+            whole if window is None or window >= seq_length else window * seq_length - window**2 / 2
+            for window in self.windows or (None,) * self.layers
+        ]
+
+    @classmethod
+    def of(cls, model) -> "ModelShape":
+        """Of a short name, path, hub name, configuration, model, or `ModelShape`.
+
+        Raises:
+            ValueError: a mixture of experts, another kind of layer, or sizes that are missing.
+        """
+        if isinstance(model, cls):
+            return model
+        if isinstance(model, (str, Path)):
+            return cls.from_dict(*_read(str(model)))
+        config = getattr(model, "config", model)
+        return cls.from_dict(config.get_text_config().to_dict(), type(model).__name__)
+
+    @classmethod
+    def from_dict(cls, config: dict, name: str) -> "ModelShape":
+        """Of the content of a `config.json`."""
+        config = {**config, **(config.get("text_config") or {})}
+        family = config.get("model_type", "?")
+        if found := next((key for key in _EXPERTS if config.get(key)), None):
+            raise ValueError(f"{name}: {family} is a mixture of experts ({found}={config[found]}): only dense models")
+        kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+        found = next((key for key in _OTHER_LAYERS if config.get(key)), None) or next(iter(kinds), None)
+        if found:
+            raise ValueError(f"{name}: {family} has layers other than attention and MLP ({found}): not modelled")
+
+        def size(*keys: str) -> int:
+            value = next((config[key] for key in keys if config.get(key) is not None), None)
+            if value is None:
+                raise ValueError(f"{name}: config.json of {family} has no {' or '.join(keys)}")
+            return value
+
+        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+        return cls(
+            name=name,
+            hidden=hidden,
+            intermediate=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+            layers=size("num_hidden_layers", "n_layer"),
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_size=config.get("head_dim") or hidden // heads,
+            vocab=size("vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", family.startswith("gemma"))),
+            gated=family not in _UNGATED,
+            windows=_windows(config, size("num_hidden_layers", "n_layer")),
+        )
+
+
+def _windows(config: dict, layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    if window is None or "sliding_attention" not in kinds:
+        return ()
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _read(model: str) -> tuple[dict, str]:
+    """Content of a configuration, and what to call it."""
+    if model.lower() in KNOWN_MODELS:
+        return KNOWN_MODELS[model.lower()], model.lower()
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return json.loads(path.read_text()), path.resolve().parent.name
+    if path.suffix == ".json" or path.is_absolute() or model.startswith("."):
+        raise ValueError(f"--model {model}: no such file; known without one: {', '.join(KNOWN_MODELS)}")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model).to_dict(), model
+    except OSError as error:
+        known = ", ".join(KNOWN_MODELS)
+        raise ValueError(f"--model {model}: neither a file nor on the hub; known without one: {known}") from error

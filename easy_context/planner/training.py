@@ -1,0 +1,88 @@
+"""The plan for a run of train.py, from the machine that it runs on."""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from .hardware import HARDWARE, Hardware, find_hardware
+from .planning import Plan, plan
+
+
+def this_machine(device: torch.device) -> Hardware:
+    """The table's entry for a device, with the memory that it really has; the H100's speeds for one it lacks."""
+    if device.type != "cuda":
+        import psutil
+
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return replace(HARDWARE["CPU"], memory=psutil.virtual_memory().available / ranks)
+    memory = torch.cuda.mem_get_info(device)[1]
+    name = torch.cuda.get_device_name(device)
+    try:
+        known = find_hardware(name)
+    except ValueError:
+        known = HARDWARE["H100"] if torch.cuda.get_device_capability(device) >= (9, 0) else HARDWARE["A100"]
+    return replace(known, name=name, memory=memory)
+
+
+def for_training(
+    config,
+    *,
+    world_size: int,
+    seq_length: int,
+    device: torch.device,
+    batch_size: int = 1,
+    engine: str = "plain",
+    lora: int | None = None,
+    local_world_size: int | None = None,
+    host_memory: float | None = None,
+    disk: str | None = None,
+    mode: str | None = None,
+    seq_parallel_size: int | None = None,
+    kernel: str | None = None,
+    compress: str | None = None,
+) -> Plan:
+    """As `plan`, on `device` and its like.
+
+    `config` is a configuration or model; `local_world_size` ranks share a host (None: LOCAL_WORLD_SIZE, else all);
+    `host_memory` of a node in bytes (None: what the machine says is available). The kernel defaults to the one that
+    `EASY_CONTEXT_KERNEL` insists on, else to the fastest installed one that can do this model.
+
+    Raises:
+        ValueError: nothing fits; says what runs out first and what would.
+    """
+    import psutil
+
+    local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    hardware = this_machine(device)
+    if kernel is None and device.type == "cuda":
+        kernel = _installed_kernel(config, device, hardware)
+    return plan(
+        config,
+        gpus=world_size,
+        nodes=max(1, world_size // local),
+        seq_length=seq_length,
+        gpu=hardware,
+        host_memory=host_memory or psutil.virtual_memory().available,
+        disk=disk,
+        batch_size=batch_size,
+        kernel=kernel,
+        engine=engine,
+        lora=lora,
+        mode=mode,
+        seq_parallel_size=seq_parallel_size,
+        compress=compress,
+    )
+
+
+def _installed_kernel(config, device: torch.device, hardware: Hardware) -> str | None:
+    """The kernel that a layer of this model gets here; None where the table does not know it."""
+    from easy_context.kernels import choose
+
+    from .shape import ModelShape
+
+    shape = ModelShape.of(config)
+    q = torch.empty(1, 128, shape.heads, shape.head_size, dtype=torch.bfloat16, device=device)
+    k = torch.empty(1, 128, shape.kv_heads, shape.head_size, dtype=torch.bfloat16, device=device)
+    name = choose(q, k, causal=True).name
+    return name if name in hardware.kernels or name == "flash_attn_2" else None

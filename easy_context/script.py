@@ -1,25 +1,58 @@
-"""How the scripts end where a setting is wrong: one line, on every rank together."""
+"""How the scripts end before their time: with a message, on every rank, without leaving another rank waiting.
+
+A rank that has failed leaves at once. Python's own way out can wait, in destructors of process groups or of CUDA, for
+ranks that wait for this one. What the others notice depends on the backend: gloo reports the lost connection in the
+operation that waits for it; an NCCL kernel waits on, until the launcher (torchrun, accelerate launch) sees the failed
+process and stops the other ones.
+"""
 
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
+
+FIRST_FAULT_SECONDS = 3  # what a rank that only follows another one's failure leaves to it, so that it is heard first
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script. A wrong setting or a missing file becomes one line on standard error and exit code 2.
+    """Run a script. A wrong setting or a missing file becomes one line on standard error and exit code 2, any other
+    exception its traceback and exit code 1.
 
-    Ranks find the same fault together, and rank 0 says so for all. The others wait for the launcher to stop
-    them; one that found a fault of its own (a file that its node lacks) is still there a moment later, and
-    speaks.
+    Ranks find a wrong setting together, and rank 0 says so for all. The others wait for the launcher to stop them; one
+    that found a fault of its own (a file that its node lacks) is still there a moment later, and speaks. So does a rank
+    that has lost another one, in one line.
     """
     rank = os.environ.get("RANK", "0")
+    place = "error" if rank == "0" else f"error on rank {rank}"
     try:
         main()
     except (ValueError, OSError) as error:
         if rank != "0":
-            time.sleep(3)
-        place = "error" if rank == "0" else f"error on rank {rank}"
-        print(f"{place}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(2)  # without waiting for threads of a process group whose other ranks are gone
+            time.sleep(FIRST_FAULT_SECONDS)
+        _leave(2, f"{place}: {' '.join(str(error).split())}")
+    except Exception as error:
+        if _has_lost_a_rank(error):
+            time.sleep(FIRST_FAULT_SECONDS)
+            _leave(1, f"{place}: the connection to another rank is lost ({str(error).splitlines()[0]})")
+        _tell_the_launcher(error)
+        _leave(1, f"{traceback.format_exc()}{place}: {type(error).__name__}: {error}")
+
+
+def _has_lost_a_rank(error: Exception) -> bool:
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "/gloo/transport/" in str(error)
+
+
+def _tell_the_launcher(error: Exception) -> None:
+    """The launcher's last words are then this traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+
+
+def _leave(code: int, message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)

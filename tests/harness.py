@@ -26,7 +26,7 @@ def spawn(fn, world: int, *args, backend: str = "gloo") -> list:
     here as AssertionError with its traceback."""
     while len(_workers) < world:
         _workers.append(_Worker(len(_workers)))
-    port = _free_port()
+    port = free_port()
     for rank in range(world):
         _workers[rank].pipe.send((fn.__module__, fn.__qualname__, backend, rank, world, port, args))
     replies = [_workers[rank].reply() for rank in range(world)]
@@ -139,7 +139,7 @@ def _clean_up() -> None:
         GradientState._reset_state()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from harness import tiny_model
+from harness import free_port, tiny_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -68,18 +67,17 @@ def material(tmp_path_factory):
     return place
 
 
-def start(launcher: str, material: Path, output: Path, *arguments, **flags):
-    """Run train.py to its end."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+def start(launcher: str, material: Path, output: Path, *arguments, script="train.py", environment=None, **flags):
+    """Run train.py, or a script around it, to its end."""
     flags = {"--model": material / "model", "--dataset": material / "train", "--output-dir": output, **FLAGS, **flags}
     words = [*LAUNCHERS[launcher], *(str(w) for flag in flags.items() for w in flag), *arguments]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where DeepSpeed finds ninja
     places = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
-    words = [port if word == "PORT" else word for word in words]
-    return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": places, **(environment or {})}
+    words = [{"PORT": str(free_port()), "train.py": script}.get(word, word) for word in words]
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def finish(*args, **flags) -> list[dict]:

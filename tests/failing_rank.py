@@ -10,7 +10,7 @@ import train
 from easy_context.kernels.base import Kernel
 from easy_context.script import run
 
-CALL = 7  # of the kernel's backward: in the second step or later, past everything that happens once
+CALL = 7  # of the kernel's backward: past the first micro-batch and everything that happens once
 own, calls = Kernel.backward, 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from harness import _free_port, error, spawn, tiny_model
+from harness import error, free_port, spawn, tiny_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -407,7 +407,7 @@ def zero3_step(rank, world, port, path):
 @pytest.mark.filterwarnings("ignore")
 def test_zero3_follows_one_process(tmp_path):
     pytest.importorskip("deepspeed")
-    mp.spawn(zero3_step, (2, _free_port(), str(tmp_path)), nprocs=2)
+    mp.spawn(zero3_step, (2, free_port(), str(tmp_path)), nprocs=2)
     model = tiny_model(dtype=torch.float32, tie_word_embeddings=True)
     truth, expected = one_process(model, "accumulation", 2)
     for rank in range(2):

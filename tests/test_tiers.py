@@ -337,7 +337,7 @@ def test_int8_shows_what_is_not_finite(value):
     rows = normal(4, 256)
     rows[2, 5] = value
     back = Store(CPU, compress="int8").keep(rows, "host", 2).tensor()
-    assert back[2, :128].isnan().any() and back[2, 128:].isfinite().all() and back[[0, 1, 3]].isfinite().all()
+    assert back[2, :128].isnan().all() and back[2, 128:].isfinite().all() and back[[0, 1, 3]].isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [normal(300), normal(300, 32), normal(300, 131), normal(300, 128).long()])

@@ -6,7 +6,8 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from step_systems import DTYPES, build, memory_plan, random_llama
+from step_plans import memory_plan
+from step_systems import DTYPES, build, random_llama
 from step_trainer import Trainer, whole_batch
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ def _plain(args: Namespace, device: torch.device, dtype: torch.dtype) -> tuple[d
     logits = model(input_ids=ids, use_cache=False).logits[0]
     loss = nn.functional.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), targets[0])
     loss.backward()
-    return {name: weight.grad.cpu() for name, weight in model.named_parameters()}, float(loss)
+    return {name: weight.grad.cpu() for name, weight in model.named_parameters()}, float(loss.detach())
 
 
 def _distance(found: Tensor, reference: Tensor) -> float:
@@ -57,7 +58,7 @@ def drift(args: Namespace, device: torch.device) -> dict:
     torch.use_deterministic_algorithms(args.deterministic)
     system = build(args, device)
     trainer = Trainer(args, system, device)
-    plan = memory_plan(args, args.layers)
+    plan = memory_plan(args, system.model.config, device)
     near = plan.with_layers(replace(layer, tier="gpu") for layer in plan.layers)
     start = [weight.detach().cpu() for weight in trainer.weights]
     runs = [_run(trainer, each, start, args.steps) for each in (near, near, plan)]

@@ -15,13 +15,15 @@ COLUMNS = {  # title, key, format
         ("system", "system", ""),
         ("tokens", "tokens", "d"),
         ("seconds", "seconds", ".2f"),
+        ("predicted", "predicted_seconds", ".2f"),
         ("tokens/s", "tokens_per_second", ",.0f"),
         ("causal MFU %", "mfu_percent", ".1f"),
         ("peak GPU GiB", "peak_gib", ".1f"),
+        ("predicted", "predicted_gib", ".1f"),
         ("reserved GiB", "reserved_gib", ".1f"),
         ("KiB a token", "kib_per_token", ".1f"),
         ("host GiB", "host_gib", ".1f"),
-        ("page-locked GiB", "pinned_gib", ".1f"),
+        ("resident GiB", "resident_gib", ".1f"),
         ("loss", "loss", ".5f"),
         ("gradient norm", "grad_norm", ".4f"),
         ("attention", "kernel", ""),
@@ -60,7 +62,8 @@ METHOD = {
     "time": (
         "forward, backward and the average of gradients over the GPUs, without an optimizer; median of {repeats} steps "
         "after {warmup}; causal MFU counts 3 x (halved attention + linear) over the data sheet's peak; KiB a token: "
-        "peak GPU memory beyond weights and gradients, which exist throughout; expandable_segments:True for all"
+        "peak GPU memory beyond weights and gradients, which exist throughout; expandable_segments:True for all; "
+        "predicted: by the planner"
     ),
     "gradients": (
         "error of a weight's gradient over its norm, against the plain model in a higher precision; the plain model "

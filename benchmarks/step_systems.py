@@ -9,8 +9,9 @@ import math
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import step_plans
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,12 +21,6 @@ from easy_context.kernels import choose
 from easy_context.rope import set_rope
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-PRESETS = {
-    "fast": {"keep": "attention", "tier": "host", "prefetch": True},
-    "lean": {"keep": "attention", "tier": "host", "head_groups": 4},
-    "whole": {"keep": "everything", "tier": "gpu"},
-}
-OURS = (*PRESETS, "auto", "custom")
 BACKENDS = {  # of transformers' own attention: how it is called, and what torch is restricted to
     "flash": ("FlashAttention-2 of torch", SDPBackend.FLASH_ATTENTION),
     "cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION),
@@ -46,6 +41,7 @@ class System:
         kernel: of attention.
         setting: what is kept and where, in words.
         around: a context in which forward and backward run.
+        predicted: what the planner says of a step.
     """
 
     model: nn.Module
@@ -53,11 +49,12 @@ class System:
     kernel: str
     setting: str
     around: Callable[[], AbstractContextManager] = nullcontext
+    predicted: dict = field(default_factory=dict)
 
 
 def build(args: Namespace, device: torch.device) -> System:
     """The system named `args.system`."""
-    if args.system in OURS:
+    if args.system in step_plans.NAMES:
         return ours(args, device)
     if args.processes > 1:
         raise ValueError(f"{args.system} is compared with on one GPU only")
@@ -87,22 +84,15 @@ def random_llama(args: Namespace, device: torch.device, attention: str = "sdpa")
     return model.train()
 
 
-def memory_plan(args: Namespace, num_layers: int):
-    """The plan that a system's name and the flags ask for."""
-    from easy_context.memory.plan import MemoryPlan
-
-    settings = dict(PRESETS.get(args.system) or args.plan)
-    settings.setdefault("tile_size", args.plan["tile_size"])
-    return MemoryPlan.uniform(num_layers, host_memory=args.host_memory, **settings)
-
-
 def ours(args: Namespace, device: torch.device) -> System:
     ec.apply_seq_parallel_monkey_patch(args.mode, "llama")
     model = random_llama(args, device)
-    setting = ec.apply_memory_plan(model, memory_plan(args, args.layers))
+    plan = step_plans.memory_plan(args, model.config, device)
+    setting = ec.apply_memory_plan(model, plan)
     probe = torch.empty(1, 128, args.heads, args.head_size, dtype=DTYPES[args.dtype], device=device)
     kernel = choose(probe, probe[:, :, : args.kv_heads], causal=True).name
-    return System(model, ec.CausalLMWithLoss(model), kernel, setting)
+    predicted = step_plans.predict(args, model.config, plan, device) if device.type == "cuda" else {}
+    return System(model, ec.CausalLMWithLoss(model), kernel, setting, predicted=predicted)
 
 
 def transformers(args: Namespace, device: torch.device) -> System:
@@ -111,8 +101,7 @@ def transformers(args: Namespace, device: torch.device) -> System:
     model = random_llama(args, device, "flash_attention_4" if kernel == "fa4" else "sdpa")
     setting = "nothing is checkpointed"
     if how != ["whole"]:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(**({"offload": True} if how else {}))
+        _enable_checkpointing(model)(**({"offload": True} if how else {}))
         setting = "layer inputs are kept, " + ("offloaded to the host" if how else "on the GPU")
 
     def loss(input_ids, position_ids, target_ids):
@@ -121,6 +110,10 @@ def transformers(args: Namespace, device: torch.device) -> System:
 
     name, backend = BACKENDS[kernel]
     return System(model, loss, name, setting, functools.partial(sdpa_kernel, backend) if backend else nullcontext)
+
+
+def _enable_checkpointing(model: nn.Module) -> Callable:
+    return getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
 
 
 def alst(args: Namespace, device: torch.device) -> System:
@@ -146,7 +139,7 @@ def alst(args: Namespace, device: torch.device) -> System:
 
     LlamaMLP.forward = tiled
     model = random_llama(args, device)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    _enable_checkpointing(model)()
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded)
 
     def loss(input_ids, position_ids, target_ids):

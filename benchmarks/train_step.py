@@ -16,8 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from step_plans import NAMES
 from step_report import write
-from step_systems import DTYPES, OURS, PEERS
+from step_systems import DTYPES, PEERS
 
 SYSTEMS = ("fast", "lean", "transformers-flash", "transformers-cudnn", "transformers-cudnn-offload", "alst")
 TINY = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_size": 16, "vocab": 97, "layers": 2}
@@ -38,7 +39,9 @@ def arguments() -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="bf16")
     add("--tiny", action="store_true", help=f"for a CPU: fp32, {', '.join(f'{k} {v}' for k, v in TINY.items())}")
     add = parser.add_argument_group("by whom").add_argument
-    add("--systems", nargs="+", choices=(*OURS, *PEERS), default=SYSTEMS, metavar="NAME", help=", ".join(OURS + PEERS))
+    add(
+        "--systems", nargs="+", choices=(*NAMES, *PEERS), default=SYSTEMS, metavar="NAME", help=", ".join(NAMES + PEERS)
+    )
     add("--peers-path", metavar="DIR", help="where the peers are unpacked, if they are not installed")
     add("--gpus", type=int, default=1, metavar="N", help="(without GPUs: processes) that share the sequence")
     add("--mode", help="how; default: zigzag_ring_attn, on one GPU data_parallel")

@@ -32,6 +32,7 @@ class Hardware:
     adam: float = 4.7e9  # parameters a second that the host updates, a node
     disk_write: float = 1.2e9  # a node
     disk_read: float = 1.0e9
+    compiles: bool = True  # elementwise work, by torch.compile, where a plan leaves it open
 
     def kernel(self, name: str | None, head_size: int) -> tuple[str, float, float]:
         """`(name, forward, backward)` FLOP/s; None takes the fastest. The nearest head size in the table counts.
@@ -125,6 +126,7 @@ HARDWARE = {
         link={1 << 20: 1e9, 1 << 30: 1e9},
         between_nodes=1e8,
         adam=1e8,
+        compiles=False,
     ),
 }
 

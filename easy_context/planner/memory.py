@@ -12,7 +12,7 @@ its backward stands in `kept` from its forward on. With N rows (local tokens tim
     layer gradients the layer's weights' in float32 while its tiles are at work
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
@@ -139,33 +139,43 @@ def _loss(setting: Setting) -> dict[str, float]:
     }
 
 
-def phases(setting: Setting, layers: set[int] | None = None) -> Iterator[Phase]:
-    """The step, in order; `layers` leaves out those of the other layers."""
-    plans, always = setting.plan.layers, resident(setting)
-    own = {p: kept_bytes(setting, p) if p.tier == "gpu" else 0.0 for p in set(plans)}
-    until = [0.0, *accumulate(own[p] for p in plans)]
-    wanted = [i for i in range(len(plans)) if layers is None or i in layers]
-    for i in wanted:
-        kept = until[i + 1] if plans[i].keep == "everything" else until[i]
-        for part, items in _forward(setting, plans[i]):
-            yield Phase(part, i, {**always, "kept for backward": kept, **items})
-    yield Phase("loss", None, {**always, "kept for backward": until[-1], **_loss(setting)})
-    for i in reversed(wanted):
+def phases(setting: Setting) -> Iterator[Phase]:
+    """The step, in order."""
+    always, kept = resident(setting), _kept(setting)
+    for i, layer in enumerate(setting.plan.layers):
+        own = kept[i + 1] if layer.keep == "everything" else kept[i]
+        for part, items in _forward(setting, layer):
+            yield Phase(part, i, {**always, "kept for backward": own, **items})
+    yield from _way_back(setting, always, kept, reversed(range(len(setting.plan.layers))))
+
+
+def peak(setting: Setting) -> Phase:
+    """The phase that takes most. It is none of the forward's, each of which has less than the same layer's in the
+    backward; of neighbours with the same plan the first and the last tell."""
+    ends, start = [], 0
+    for _, run in groupby(setting.plan.layers):
+        length = sum(1 for _ in run)
+        ends += [start, start + length - 1][: min(length, 2)]
+        start += length
+    return max(_way_back(setting, resident(setting), _kept(setting), reversed(ends)), key=lambda phase: phase.total)
+
+
+def _kept(setting: Setting) -> list[float]:
+    """Bytes on the GPU of what layers 0 to i - 1 keep, for i = 0 to their number."""
+    own = {plan: kept_bytes(setting, plan) * (plan.tier == "gpu") for plan in set(setting.plan.layers)}
+    return [0.0, *accumulate(own[plan] for plan in setting.plan.layers)]
+
+
+def _way_back(setting: Setting, always: dict, kept: list[float], layers: Iterable[int]) -> Iterator[Phase]:
+    """The loss, and the backward of `layers`."""
+    plans = setting.plan.layers
+    yield Phase("loss", None, {**always, "kept for backward": kept[-1], **_loss(setting)})
+    for i in layers:
         below = plans[i - 1] if i else None
         ahead = setting.plan.prefetch and below is not None and below.tier != "gpu"
         coming = kept_bytes(setting, replace(below, tier="gpu")) if ahead else 0.0  # uncompressed
         for part, items in _backward(setting, plans[i]):
-            yield Phase(part, i, {**always, "kept for backward": until[i + 1], "prefetched": coming, **items})
-
-
-def peak(setting: Setting) -> Phase:
-    """The phase that takes most. Of layers with the same plan the first and the last tell."""
-    ends, start = set(), 0
-    for _, run in groupby(setting.plan.layers):
-        length = sum(1 for _ in run)
-        ends |= {start, start + length - 1}
-        start += length
-    return max(phases(setting, ends), key=lambda phase: phase.total)
+            yield Phase(part, i, {**always, "kept for backward": kept[i + 1], "prefetched": coming, **items})
 
 
 def host_items(setting: Setting) -> dict[str, float]:

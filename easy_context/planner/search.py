@@ -15,7 +15,7 @@ from .memory import disk_bytes, host_items, kept_bytes, peak
 from .setting import Setting
 from .timing import step_time
 
-TILES = (32768, 16384, 8192, 4096)
+TILES = (16384, 8192, 4096)  # the first costs next to nothing against larger ones
 STEP = 1024  # tokens a rank, to which the longest sequence is rounded down
 EQUAL = 1.01  # settings whose times differ less are equally fast: the one that leaves more memory is taken
 LONGEST = 1 << 28  # tokens; nobody has asked for more
@@ -40,8 +40,7 @@ def fits(setting: Setting, limits: Limits) -> bool:
 def best(setting: Setting, limits: Limits) -> Setting | None:
     """`setting` with the fastest memory plan that fits; None where none does. Keeps what its plan says of compression,
     disk and host memory."""
-    found = [made for options in _options(setting) for made in _filled(setting.with_plan(**options), limits)]
-    timed = [(step_time(made).total, made) for made in found]
+    timed = [(step_time(made).total, made) for made in _candidates(setting, limits)]
     fastest = min((seconds for seconds, _ in timed), default=0.0)
     return min((m for t, m in timed if t <= EQUAL * fastest), key=lambda m: fullness(m, limits), default=None)
 
@@ -77,12 +76,15 @@ def head_groups(setting: Setting) -> list[int]:
     return [g for g in range(1, kv + 1) if kv % g == 0 and (g == 1 or heads // g % ranks == 0)]
 
 
-def _options(setting: Setting) -> Iterator[dict]:
-    tiles = [tile for tile in TILES if tile < setting.rows] or [TILES[-1]]
+def _candidates(setting: Setting, limits: Limits) -> Iterator[Setting]:
     for groups in head_groups(setting):
-        for tile in tiles:
-            for prefetch in (False, True):
-                yield {"head_groups": groups, "tile_size": tile, "prefetch": prefetch}
+        for tile in TILES:
+            streamed = _filled(setting.with_plan(head_groups=groups, tile_size=tile, prefetch=False), limits)
+            yield from streamed
+            if any(step_time(made).host_copies for made in streamed):  # else there is nothing to gain
+                yield from _filled(setting.with_plan(head_groups=groups, tile_size=tile, prefetch=True), limits)
+            if streamed and all(layer.keep != "input" for made in streamed for layer in made.plan.layers):
+                break  # smaller tiles would save memory that is not needed
 
 
 def _last(good: Callable[[int], bool], most: int) -> int:

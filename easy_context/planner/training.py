@@ -75,6 +75,22 @@ def for_training(
     )
 
 
+def engine_of(accelerator) -> str:
+    """The engine (`setting.ENGINES`) that an `Accelerator` prepares models for.
+
+    Raises:
+        ValueError: DeepSpeed with another stage than 3, or with parameters on GPUs and optimizer on the host.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is None:
+        return "ddp"
+    zero = plugin.deepspeed_config["zero_optimization"]
+    offloaded = {zero.get(name, {}).get("device", "none") for name in ("offload_param", "offload_optimizer")}
+    if zero["stage"] != 3 or len(offloaded) != 1:
+        raise ValueError("the planner knows DeepSpeed's ZeRO-3, with both offloads to the host or with neither")
+    return "zero3" if offloaded == {"none"} else "zero3_offload"
+
+
 def _installed_kernel(config, device: torch.device, hardware: Hardware) -> str | None:
     """The kernel that a layer of this model gets here; None where the table does not know it."""
     from easy_context.kernels import choose

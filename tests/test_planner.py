@@ -1,0 +1,322 @@
+"""The planner: sizes against real models, figures against measured and published ones, choices, the command.
+
+Measured on one H200: the hand-written step near the limit (4 layers of Llama-3.1-8B's width, heads in 4 groups, tiles
+of 16K rows). Published: EasyContext's Llama-2-7B on 8 A100 80GB.
+"""
+
+from argparse import ArgumentTypeError
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import tiny_model
+
+import easy_context
+from easy_context.memory.plan import LayerPlan, MemoryPlan
+from easy_context.metrics import flops_per_token
+from easy_context.planner import HARDWARE, ModelShape, for_training, plan
+from easy_context.planner.cli import main, size, tokens
+from easy_context.planner.costs import CALIBRATION, ORDINARY_LAYERS
+from easy_context.planner.flags import keep_flag, parse_keep, train_flags
+from easy_context.planner.measure import measure_here
+from easy_context.planner.memory import host_items, kept_bytes, peak, phases
+from easy_context.planner.picture import durations
+from easy_context.planner.setting import Setting
+from easy_context.planner.timing import step_time
+
+GIB = 2**30
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "starcoder2"])
+def test_parameters_are_the_models(family):
+    model = tiny_model(family, sliding_window=None) if family != "llama" else tiny_model()
+    shape = ModelShape.of(model)
+    real = sum(weight.numel() for weight in model.parameters())
+    assert shape.parameters == pytest.approx(real, rel=0.02)  # biases and further norms aside
+    assert shape.linear_weights == sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert ModelShape.of(model.config) == replace(shape, name=type(model.config).__name__)
+
+
+def test_flops_are_those_of_the_metrics():
+    model = tiny_model()
+    setting = Setting(ModelShape.of(model), HARDWARE["H200"], 1024, MemoryPlan.uniform(2))
+    assert setting.flops == pytest.approx(1024 * flops_per_token(model, 1024))
+
+
+def test_lora_parameters_are_pefts():
+    peft = pytest.importorskip("peft")
+    model = tiny_model()
+    shape = ModelShape.of(model)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapters = peft.get_peft_model(model, lora)
+    assert shape.lora_parameters(4) == sum(w.numel() for w in adapters.parameters() if w.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-2-7b", 6.738), ("llama-2-13b", 13.016), ("llama-3.1-8b", 8.030), ("llama-3.2-1b", 1.236)],
+)
+def test_known_models(name, billions):
+    assert ModelShape.of(name).parameters / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_configuration_files(tmp_path):
+    config = tiny_model().config
+    config.save_pretrained(tmp_path)
+    shape = ModelShape.of(str(tmp_path))
+    assert shape == ModelShape.of(tmp_path / "config.json") == replace(ModelShape.of(config), name=tmp_path.name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixtral is a mixture of experts"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"vocab_size": None}, "vocab_size"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        ModelShape.from_dict({**tiny_model().config.to_dict(), **changes}, "some")
+
+
+def test_windows_leave_fewer_pairs():
+    shape = replace(ModelShape.of(tiny_model()), windows=(None, 128))
+    assert shape.pairs(1024) == [1024**2 / 2, 128 * 1024 - 128**2 / 2]
+
+
+# --- accuracy -------------------------------------------------------------------------------------
+
+# layers, tokens, kernel, prefetch: tokens a second, GiB
+NEAR_THE_LIMIT = [
+    (4, 131072, "cudnn", True, 22464, 18.7),
+    (4, 131072, "flash_attn_4", True, 24546, 18.4),
+    (4, 262144, "flash_attn_4", True, 15424, 28.1),
+    (4, 262144, "flash_attn_4", False, 15240, 24.1),
+    (2, 1048576, "flash_attn_4", False, 8209, 68.0),  # its time has torch.compile's in it
+]
+
+
+@pytest.mark.parametrize(("layers", "seq_length", "kernel", "prefetch", "speed", "memory"), NEAR_THE_LIMIT)
+def test_the_step_near_the_limit(layers, seq_length, kernel, prefetch, speed, memory):
+    shape = replace(ModelShape.of("llama-3.1-8b"), layers=layers)
+    how = MemoryPlan.uniform(layers, head_groups=4, tile_size=16384, prefetch=prefetch)
+    setting = Setting(shape, HARDWARE["H200"], seq_length, how, kernel=kernel, costs=CALIBRATION)
+    assert peak(setting).total / GIB == pytest.approx(memory, rel=0.10)
+    assert step_time(setting).total == pytest.approx(seq_length / speed, rel=0.15)
+
+
+@pytest.mark.parametrize(("seq_length", "speed"), [(512 * 1024, 2133), (700 * 1024, 1603)])
+def test_the_originals_throughput(seq_length, speed):
+    how = MemoryPlan.uniform(32, "input", "host", tile_size=seq_length, compile=False)
+    setting = Setting(
+        shape=ModelShape.of("llama-2-7b"),
+        hardware=HARDWARE["A100"],
+        seq_length=seq_length,
+        plan=how,
+        gpus=8,
+        mode="zigzag_ring_attn",
+        sp_size=8,
+        ring=8,
+        kernel="flash_attn_2",
+        engine="zero3_offload",
+        costs=ORDINARY_LAYERS,
+    )
+    assert seq_length / step_time(setting).total == pytest.approx(speed, rel=0.20)
+    assert peak(setting).total < setting.usable
+
+
+# --- memory and time ------------------------------------------------------------------------------
+
+
+def base(**changes) -> Setting:
+    plain = Setting(ModelShape.of("llama-3.1-8b"), HARDWARE["H200"], 131072, MemoryPlan.uniform(32), kernel="cudnn")
+    return replace(plain, **changes)
+
+
+def test_memory_follows_settings():
+    def most(**changes) -> float:
+        return peak(base().with_plan(**changes)).total
+
+    assert most(head_groups=4) < most(head_groups=1)
+    assert most(prefetch=True) > most(prefetch=False)
+    on_gpu = base().with_plan(layers=(LayerPlan("attention", "gpu"),) * 32)
+    assert peak(on_gpu).total - peak(base()).total == pytest.approx(31 * kept_bytes(base(), LayerPlan()), rel=0.01)
+    assert host_items(on_gpu)["kept for backward"] == 0
+    assert host_items(base())["kept for backward"] == 32 * kept_bytes(base(), LayerPlan())
+
+
+def test_the_peak_is_the_highest_phase_of_all_layers():
+    kinds = [LayerPlan("input", "host"), LayerPlan("attention", "gpu"), LayerPlan("everything", "gpu")]
+    for prefetch in (False, True):
+        setting = base().with_plan(layers=tuple(k for k in kinds for _ in range(5)) + (LayerPlan(),), prefetch=prefetch)
+        assert peak(setting).total == max(phase.total for phase in phases(setting))
+
+
+def test_time_follows_settings():
+    def seconds(*layers: LayerPlan) -> float:
+        return step_time(base().with_plan(layers=layers * 32)).total
+
+    everything, attention, bare = (LayerPlan(k, "gpu") for k in ("everything", "attention", "input"))
+    assert seconds(attention) < seconds(bare)
+    assert step_time(base().with_plan(layers=(everything,) * 32)).linear < step_time(base()).linear
+    assert step_time(base()).attention < step_time(base().with_plan(layers=(bare,) * 32)).attention
+
+
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"])
+def test_slow_links_show(mode):
+    ring = {"ulysses_attn": 1, "usp_attn": 2}.get(mode, 8)
+    near = base(gpus=8, sp_size=8, ring=ring, mode=mode)
+    far = replace(near, nodes=2)
+    assert 0 < step_time(near).exchange < 0.05 * step_time(near).total
+    assert step_time(far).exchange > step_time(near).exchange
+    assert step_time(near).attention == pytest.approx(step_time(base()).attention / 8)
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+
+def test_short_sequences_keep_everything_and_long_ones_leave_the_gpu():
+    short = plan("llama-3.2-1b", seq_length=32768, host_memory=125 * GIB)
+    assert {layer.keep for layer in short.memory_plan.layers} == {"everything"}
+    long = plan("llama-3.2-1b", seq_length=1 << 20, host_memory=125 * GIB)
+    assert {layer.keep for layer in long.memory_plan.layers} == {"attention"}
+    assert {layer.tier for layer in long.memory_plan.layers} >= {"host"}
+    for made in (short, long):
+        assert sum(made.memory.gpu.values()) <= made.memory.gpu_usable
+        assert sum(made.memory.host.values()) <= made.memory.host_limit
+        assert 0.2 < made.mfu < 0.6 and made.longest >= made.setting.seq_length
+
+
+def test_a_full_host_sends_layers_to_the_gpu_or_the_disk():
+    given = {"seq_length": 1 << 19, "host_memory": 300 * GIB}
+    made = plan("llama-3.1-8b", **given)
+    assert {layer.tier for layer in made.memory_plan.layers} == {"host", "gpu"}
+    small = {"gpu_memory": 80 * GIB, **given}
+    bare, disk = plan("llama-3.1-8b", **small), plan("llama-3.1-8b", disk="/scratch", **small)
+    assert "input" in {layer.keep for layer in bare.memory_plan.layers}
+    assert "disk" in {layer.tier for layer in disk.memory_plan.layers} and disk.memory_plan.disk == "/scratch"
+
+
+def test_every_split_is_among_the_alternatives():
+    made = plan("llama-3.1-8b", gpus=4, gpu="H100", seq_length=262144, host_memory=1e12)
+    found = {(other.mode, other.seq_parallel_size, other.ring_degree) for other in made.alternatives}
+    rings = {(mode, size, None) for size in (2, 4) for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")}
+    assert rings | {("usp_attn", 4, 2)} <= found
+    assert made.tokens_per_second * 1.01 >= max(other.tokens_per_second for other in made.alternatives)
+    one = plan("llama-3.1-8b", gpus=4, gpu="H100", seq_length=262144, mode="usp_attn", seq_parallel_size=4)
+    assert (one.mode, one.ring_degree, one.seq_parallel_size) == ("usp_attn", 2, 4)
+
+
+def test_the_longest_is_the_longest():
+    given = {"gpu": "A100", "host_memory": 256e9, "engine": "zero3_offload"}
+    reach = plan("llama-2-7b", seq_length=4096, **given).longest
+    assert plan("llama-2-7b", seq_length=reach, **given)
+    with pytest.raises(ValueError, match=f"--seq-length {reach} "):
+        plan("llama-2-7b", seq_length=reach + 1024, **given)
+
+
+def test_the_impossible_names_what_runs_out_and_what_would_do():
+    with pytest.raises(ValueError, match=r"host memory runs out first, at optimizer.*--lora 16"):
+        plan("llama-3.1-8b", seq_length=4096, host_memory=100e9)
+    with pytest.raises(ValueError, match=r"GPU memory .* at weights.*--gpu-memory (\d+)GiB") as raised:
+        plan("llama-3.1-8b", seq_length=4096, gpu_memory=8e9, engine="plain")
+    enough = int(str(raised.value).split("--gpu-memory ")[1].split("GiB")[0])
+    assert plan("llama-3.1-8b", seq_length=4096, gpu_memory=enough * GIB, engine="plain")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"kernel": "flash_attn_9"}, "flash_attn_9"),
+        ({"gpu": "B9000"}, "B9000"),
+        ({"engine": "zero9"}, "zero9"),
+        ({"gpus": 3, "nodes": 2}, "--nodes"),
+        ({"mode": "ulysses_attn", "gpus": 1}, "ulysses_attn"),
+    ],
+)
+def test_wrong_settings(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        plan("llama-3.1-8b", seq_length=4096, **wrong)
+
+
+def test_training_on_this_machine():
+    made = for_training(tiny_model().config, world_size=2, seq_length=512, device=torch.device("cpu"))
+    assert made.setting.gpus == 2 and len(made.memory_plan.layers) == 2
+    assert {layer.keep for layer in made.memory_plan.layers} == {"everything"}
+
+
+def test_the_public_name():
+    assert easy_context.plan is plan
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("80GB", 80e9), ("64GiB", 64 * GIB), ("1TB", 1e12), ("1.5TiB", 1.5 * 2**40), ("512e9", 512e9)]
+)
+def test_sizes(text, wanted):
+    assert size(text) == wanted
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("1M", 2**20), ("512K", 2**19), ("131072", 2**17), ("1.5k", 1536)])
+def test_tokens(text, wanted):
+    assert tokens(text) == wanted
+
+
+@pytest.mark.parametrize("read", [size, tokens])
+def test_unreadable_sizes(read):
+    with pytest.raises(ArgumentTypeError, match="a lot"):
+        read("a lot")
+
+
+@pytest.mark.parametrize("text", ["attention:host", "28xattention:host,4xeverything:gpu", "1xinput:disk,1xinput:gpu"])
+def test_keep_flag_and_back(text):
+    layers = {"attention:host": 7, "1xinput:disk,1xinput:gpu": 2}.get(text, 32)
+    assert keep_flag(parse_keep(text, layers)) == text
+
+
+@pytest.mark.parametrize("text", ["attention", "3xattention:host", "9xinput:gpu,attention:host", "everything:host", ""])
+def test_unreadable_keep_flags(text):
+    with pytest.raises(ValueError, match="keep"):
+        parse_keep(text, 8)
+
+
+def test_command_prints_tables_flags_and_picture(tmp_path, capsys):
+    picture = tmp_path / "memory.png"
+    asked = "plan --model llama-3.1-8b --gpus 4 --gpu H100 --gpu-memory 80GB --host-memory 1TB --seq-length 512K"
+    assert main([*asked.split(), "--picture", str(picture)]) == 0
+    said = capsys.readouterr().out
+    for wanted in ("kept for backward", "attention", "optimizer", "tokens/s", "usp_attn", "longest", "--parallel_mode"):
+        assert wanted in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_ends_in_one_line_where_nothing_fits(capsys):
+    asked = "plan --model llama-3.1-8b --gpu-memory 4GB --seq-length 1M --host-memory 64GB"
+    assert main(asked.split()) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: 1,048,576 tokens do not fit") and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_phases_take_the_time_of_the_step():
+    for keep in ("attention", "input"):
+        made = replace(plan("llama-3.2-1b", seq_length=65536), setting=base().with_plan(layers=(LayerPlan(keep),) * 32))
+        assert sum(durations(made)) == pytest.approx(made.time.total - made.time.optimizer)
+
+
+def test_flags_of_the_plan():
+    made = plan("llama-3.1-8b", gpus=8, seq_length=1 << 20, mode="usp_attn", seq_parallel_size=8)
+    flags = " ".join(train_flags(made))
+    assert flags.startswith("--seq-length 1048576 --batch-size 1 --parallel_mode usp_attn --seq-parallel-size 8 --ring")
+
+
+def test_measuring_here():
+    found = measure_here(torch.device("cpu"), tokens=256, side=128, mib=1)
+    assert found.matmul > 0 and found.bandwidth > 0 and found.host_link > 0
+    name, forward, backward = found.kernel(None, 128)
+    assert name == "cpu_flash" and forward > 0 and backward > 0

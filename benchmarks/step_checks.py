@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import easy_context as ec
 
-LEARNING_RATE = 0.5
+STEP = 0.01  # of a weight's norm, against its gradient: in bf16, much smaller steps would be rounded away
 
 
 def gradients(args: Namespace, device: torch.device) -> dict:
@@ -29,8 +29,8 @@ def gradients(args: Namespace, device: torch.device) -> dict:
     plain, plain_loss = _plain(args, device, DTYPES[args.dtype])
     reference, reference_loss = _plain(args, device, higher)
 
-    errors = {name: _distance(found[name], reference[name]) for name in found}
-    plain_errors = {name: _distance(plain[name], reference[name]) for name in found}
+    errors = {name: _distance(found[name], reference[name], device) for name in found}
+    plain_errors = {name: _distance(plain[name], reference[name], device) for name in found}
     ratios = {name: errors[name] / max(plain_errors[name], torch.finfo(higher).eps) for name in found}
     worst = max(ratios, key=ratios.get)
     row = {"loss": loss, "plain_loss": plain_loss, "reference_loss": reference_loss, "ratio": ratios[worst]}
@@ -47,28 +47,27 @@ def _plain(args: Namespace, device: torch.device, dtype: torch.dtype) -> tuple[d
     return {name: weight.grad.cpu() for name, weight in model.named_parameters()}, float(loss.detach())
 
 
-def _distance(found: Tensor, reference: Tensor) -> float:
-    reference = reference.double()
-    return float((found.double() - reference).norm() / reference.norm())
+def _distance(found: Tensor, reference: Tensor, device: torch.device) -> float:
+    found, reference = (tensor.to(device, torch.float64) for tensor in (found, reference))
+    return float((found - reference).norm() / reference.norm())
 
 
 def drift(args: Namespace, device: torch.device) -> dict:
-    """`args.steps` steps of plain SGD on one batch, three times from the same weights: with all that the plan keeps on
-    the GPU, twice (how far do equal runs end up apart?), and with the plan's own tiers."""
+    """`args.steps` steps of gradient descent on one batch, three times from the same weights: with all that the plan
+    keeps on the GPU, twice (how far do equal runs end up apart?), and with the plan's own tiers."""
     torch.use_deterministic_algorithms(args.deterministic)
     system = build(args, device)
     trainer = Trainer(args, system, device)
     plan = memory_plan(args, system.model.config, device)
     near = plan.with_layers(replace(layer, tier="gpu") for layer in plan.layers)
-    start = [weight.detach().cpu() for weight in trainer.weights]
+    start = [weight.detach().to("cpu", copy=True) for weight in trainer.weights]
     runs = [_run(trainer, each, start, args.steps) for each in (near, near, plan)]
     first, again, tiers = runs
     row = {"steps": args.steps, "deterministic": args.deterministic, "finite": all(run["finite"] for run in runs)}
     for name, run in (("again", again), ("tiers", tiers)):
         pairs = list(zip(run["end"], first["end"], strict=True))
         row[f"identical_{name}"] = all(torch.equal(a, b) for a, b in pairs)
-        apart = math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
-        row[f"apart_{name}"] = apart / math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs))
+        row[f"apart_{name}"] = max(_distance(a, b, device) for a, b in pairs)
         row[f"loss_apart_{name}"] = max(abs(a - b) for a, b in zip(run["losses"], first["losses"], strict=True))
     row |= {"first_loss": first["losses"][0], "last_loss": first["losses"][-1], "losses": tiers["losses"]}
     row |= {"seconds_gpu": again["seconds"], "seconds_tiers": tiers["seconds"]}
@@ -87,7 +86,7 @@ def _run(trainer: Trainer, plan, start: list[Tensor], steps: int) -> dict:
         losses.append(loss)
         seconds.append(taken)
         for weight in trainer.weights:
-            weight.data.sub_(weight.grad, alpha=LEARNING_RATE)
-    end = [tensor.detach().cpu().clone() for weight in trainer.weights for tensor in (weight, weight.grad)]
+            weight.data.sub_(weight.grad * (STEP * weight.data.norm() / weight.grad.norm()))
+    end = [tensor.detach().to("cpu", copy=True) for weight in trainer.weights for tensor in (weight, weight.grad)]
     finite = all(map(math.isfinite, losses)) and all(bool(tensor.isfinite().all()) for tensor in end)
     return {"losses": losses, "seconds": median(seconds[1:] or seconds), "end": end, "finite": finite}

@@ -70,8 +70,8 @@ METHOD = {
         "keeps its logits whole and calls scaled_dot_product_attention"
     ),
     "drift": (
-        "plain SGD on one batch, three times from the same weights; apart: distance of last weights and gradients to "
-        "those of the first run, over their norm"
+        "gradient descent on one batch, three times from the same weights; apart: the largest distance of a weight or "
+        "gradient after the last step to that of the first run, over its norm"
     ),
 }
 

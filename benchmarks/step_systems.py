@@ -91,7 +91,7 @@ def ours(args: Namespace, device: torch.device) -> System:
     setting = ec.apply_memory_plan(model, plan)
     probe = torch.empty(1, 128, args.heads, args.head_size, dtype=DTYPES[args.dtype], device=device)
     kernel = choose(probe, probe[:, :, : args.kv_heads], causal=True).name
-    predicted = step_plans.predict(args, model.config, plan, device) if device.type == "cuda" else {}
+    predicted = step_plans.predict(args, model.config, plan, kernel, device) if device.type == "cuda" else {}
     return System(model, ec.CausalLMWithLoss(model), kernel, setting, predicted=predicted)
 
 

@@ -107,7 +107,6 @@ def run(settings: dict, args: argparse.Namespace) -> dict:
     environment = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # lets cuBLAS be deterministic; what torch takes on Hopper is larger
-        "OMP_NUM_THREADS": "1",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }

@@ -1,7 +1,7 @@
 """The planner: sizes against real models, figures against measured and published ones, choices, the command.
 
 Measured on one H200: the hand-written step near the limit (4 layers of Llama-3.1-8B's width, heads in 4 groups, tiles
-of 16K rows). Published: EasyContext's Llama-2-7B on 8 A100 80GB.
+of 16K rows). Published: EasyContext's Llama-2-7B on 8 A100 80GB, and two other systems on H100 80GB.
 """
 
 from argparse import ArgumentTypeError
@@ -129,6 +129,31 @@ def test_the_originals_throughput(seq_length, speed):
     assert peak(setting).total < setting.usable
 
 
+@pytest.mark.parametrize(
+    ("model", "seq_length", "gpus", "kernel", "seconds"),
+    [
+        ("llama-3.1-8b", 500_000, 1, "torch_flash", 1010),  # ALST, https://arxiv.org/abs/2506.13996
+        ("qwen3-8b", 1 << 20, 8, "cudnn", 380),  # TRL with accelerate's context parallelism
+    ],
+)
+def test_others_published_step_times(model, seq_length, gpus, kernel, seconds):
+    shape = ModelShape.of(model)
+    setting = Setting(
+        shape=shape,
+        hardware=HARDWARE["H100"],
+        seq_length=seq_length,
+        plan=MemoryPlan.uniform(shape.layers, "input", "host", compile=False),
+        gpus=gpus,
+        mode="zigzag_ring_attn",
+        sp_size=gpus,
+        ring=gpus,
+        kernel=kernel,
+        engine="zero3_offload",
+        costs=ORDINARY_LAYERS,
+    )
+    assert step_time(setting).total == pytest.approx(seconds, rel=0.20)
+
+
 # --- memory and time ------------------------------------------------------------------------------
 
 
@@ -211,6 +236,12 @@ def test_every_split_is_among_the_alternatives():
     assert (one.mode, one.ring_degree, one.seq_parallel_size) == ("usp_attn", 2, 4)
 
 
+def test_asked_for_modes_and_degrees_are_kept():
+    for gpus, mode, ring in [(1, "zigzag_ring_attn", None), (2, "usp_attn", 2), (8, "usp_attn", 4)]:
+        made = plan("llama-3.2-1b", gpus=gpus, seq_length=65536, mode=mode, seq_parallel_size=gpus, ring_degree=ring)
+        assert (made.mode, made.ring_degree, made.seq_parallel_size) == (mode, ring, gpus)
+
+
 def test_the_longest_is_the_longest():
     given = {"gpu": "A100", "host_memory": 256e9, "engine": "zero3_offload"}
     reach = plan("llama-2-7b", seq_length=4096, **given).longest
@@ -235,7 +266,8 @@ def test_the_impossible_names_what_runs_out_and_what_would_do():
         ({"gpu": "B9000"}, "B9000"),
         ({"engine": "zero9"}, "zero9"),
         ({"gpus": 3, "nodes": 2}, "--nodes"),
-        ({"mode": "ulysses_attn", "gpus": 1}, "ulysses_attn"),
+        ({"mode": "mega_attn", "gpus": 2}, "mega_attn"),
+        ({"mode": "usp_attn", "gpus": 4, "ring_degree": 3}, "ring_degree=3"),
     ],
 )
 def test_wrong_settings(wrong, named):

@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument_group("how").add_argument
     add("--mode", help="this mode alone")
     add("--seq-parallel-size", type=int, help="this many GPUs a sequence alone")
+    add("--ring-degree", "--ring_degree", type=int, help="of usp_attn: this one alone")
     add("--compress", choices=["int8"], help="what is kept outside the GPU")
     add("--picture", metavar="FILE", help="draw memory over the step")
     return whole

@@ -18,9 +18,15 @@ def measure_here(
 ) -> Hardware:
     """Speeds of a product of `side` x `side` matrices, of attention over `tokens` with each kernel that is installed,
     of copies of `mib` MiB on the device and from pinned host memory. Links between GPUs and the optimizer's speed
-    stay the table's."""
+    stay the table's. Without `device` the GPU is meant.
+
+    Raises:
+        ValueError: there is none.
+    """
     if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            raise ValueError("no GPU here to measure: leave out --measure, and say which one is meant by --gpu")
+        device = torch.device("cuda", torch.cuda.current_device())
     table = this_machine(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))

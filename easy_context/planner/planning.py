@@ -111,6 +111,7 @@ def plan(
     lora: int | None = None,
     mode: str | None = None,
     seq_parallel_size: int | None = None,
+    ring_degree: int | None = None,
     compress: str | None = None,
 ) -> Plan:
     """The fastest setting that fits.
@@ -126,7 +127,7 @@ def plan(
         kernel: name of an attention kernel; None takes the device's fastest.
         engine: one of `setting.ENGINES`.
         lora: rank of LoRA adapters; None trains all weights.
-        mode, seq_parallel_size: consider these alone.
+        mode, seq_parallel_size, ring_degree: consider these alone.
         compress: None or "int8", of what is kept outside the GPU.
 
     Raises:
@@ -154,9 +155,10 @@ def plan(
         memory=gpu_memory,
     )
     limits = Limits(host_memory, disk_memory if disk else 0.0)
-    splits = [s for s in _splits(start, mode) if seq_parallel_size in (None, s.sp_size)]
+    splits = [s for s in _splits(start, mode, ring_degree) if seq_parallel_size in (None, s.sp_size)]
     if not splits:
-        raise ValueError(f"mode={mode}, seq_parallel_size={seq_parallel_size} is no split of {gpus} GPUs")
+        asked = f"mode={mode}, seq_parallel_size={seq_parallel_size}, ring_degree={ring_degree}"
+        raise ValueError(f"{asked}: no way to split {gpus} GPUs for {shape.heads} heads")
     start.hardware.kernel(kernel, shape.head_size)  # raises for one that the device has not
     made = [best(split, limits) for split in splits]
     found = [Plan(setting, limits, longest(setting, limits)) for setting in made if setting is not None]
@@ -167,17 +169,20 @@ def plan(
     return replace(min(equal, key=lambda p: fullness(p.setting, limits)), alternatives=tuple(found))
 
 
-def _splits(start: Setting, mode: str | None) -> Iterator[Setting]:
-    """All ways to share sequences among the GPUs."""
-    heads = start.shape.heads
+def _splits(start: Setting, mode: str | None = None, ring_degree: int | None = None) -> Iterator[Setting]:
+    """All ways to share sequences among the GPUs; where a GPU has whole ones, any mode is the same."""
     for size in (n for n in range(1, start.gpus + 1) if start.gpus % n == 0):
-        degrees = {"data_parallel": [1]} if size == 1 else {"zigzag_ring_attn": [size], "dist_flash_attn": [size]}
-        if size > 1:
-            degrees["ulysses_attn"] = [1] if size <= heads else []
-            degrees["usp_attn"] = [r for r in range(2, size) if size % r == 0 and size // r <= heads]
+        if size == 1:
+            if mode in (None, "data_parallel") or start.gpus == 1:
+                yield replace(start, mode=mode or "data_parallel")
+            continue
+        inner = [r for r in range(2, size) if size % r == 0] or [size] * (mode == "usp_attn")
+        degrees = {"zigzag_ring_attn": [size], "dist_flash_attn": [size], "ulysses_attn": [1]}
+        degrees["usp_attn"] = inner if ring_degree is None else [ring_degree] * (size % ring_degree == 0)
         for name, rings in degrees.items():
             for ring in rings if mode in (None, name) else ():
-                yield replace(start, mode=name, sp_size=size, ring=ring)
+                if size // ring <= start.shape.heads:
+                    yield replace(start, mode=name, sp_size=size, ring=ring)
 
 
 def _why_not(splits: list[Setting], limits: Limits) -> str:
@@ -216,7 +221,7 @@ def _enough_gpus(split: Setting, limits: Limits) -> Setting | None:
     while (gpus := gpus * 2) <= 4096:
         nodes = max(split.nodes, gpus // max(8, split.gpus_per_node))
         more = replace(split, gpus=gpus, nodes=nodes)
-        for made in (m for m in _splits(more, None) if m.sp_size == gpus):
+        for made in (m for m in _splits(more) if m.sp_size == gpus):
             if best(made, limits):
                 return made
     return None

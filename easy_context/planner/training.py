@@ -39,14 +39,16 @@ def for_training(
     disk: str | None = None,
     mode: str | None = None,
     seq_parallel_size: int | None = None,
+    ring_degree: int | None = None,
     kernel: str | None = None,
     compress: str | None = None,
 ) -> Plan:
     """As `plan`, on `device` and its like.
 
     `config` is a configuration or model; `local_world_size` ranks share a host (None: LOCAL_WORLD_SIZE, else all);
-    `host_memory` of a node in bytes (None: what the machine says is available). The kernel defaults to the one that
-    `EASY_CONTEXT_KERNEL` insists on, else to the fastest installed one that can do this model.
+    `host_memory` of a node in bytes (None: what the machine says is available; ask before the model is loaded). The
+    kernel defaults to the one that `EASY_CONTEXT_KERNEL` insists on, else to the fastest installed one that can do
+    this model.
 
     Raises:
         ValueError: nothing fits; says what runs out first and what would.
@@ -71,6 +73,7 @@ def for_training(
         lora=lora,
         mode=mode,
         seq_parallel_size=seq_parallel_size,
+        ring_degree=ring_degree,
         compress=compress,
     )
 

@@ -96,7 +96,7 @@ def apply_seq_parallel_monkey_patch(
             _families[base] = patch
         what = f"the {model} family ({', '.join(base.__name__ for base in bases)})"
     else:
-        decoder = _decoder(model)
+        decoder = decoder_of(model)
         _attach(decoder).patch = patch
         what = f"one {type(decoder).__name__}"
     attention, mask = _interfaces()
@@ -157,7 +157,7 @@ def _check_interface(module) -> None:
         raise ValueError(f"{module.__name__} does not resolve attention through transformers' attention interface")
 
 
-def _decoder(model: nn.Module) -> nn.Module:
+def decoder_of(model: nn.Module) -> nn.Module:
     """The transformers decoder inside a model and its wrappers."""
     from transformers import PreTrainedModel
 
@@ -265,13 +265,9 @@ def attention_forward(
     `([B, S_local, H, D], None)`."""
     if CONTEXT not in kwargs:
         raise ValueError(f"{type(module).__name__} does not hand keyword arguments to its attention: not supported")
-    mode, ctx = kwargs[CONTEXT]
     refuse_layer(module, query, key, value, attention_mask, kwargs)
-    layer = ctx.for_layer(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=kwargs.get("sliding_window") or (attention_mask if isinstance(attention_mask, WindowMask) else None),
-        softcap=kwargs.get("softcap"),
-    )
+    told = {**kwargs, "scaling": scaling, "attention_mask": attention_mask}
+    mode, layer = layer_context(kwargs, told, query.shape[-1])
     device = query.device.type
     if torch.is_autocast_enabled(device) and value.dtype != torch.float64:  # rotation made queries and keys float32
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
@@ -279,3 +275,15 @@ def attention_forward(
     mode.validate(layer, q.shape[2], k.shape[2])
     with torch.autocast(device, enabled=False):
         return mode.attention(q, k, v, layer), None
+
+
+def layer_context(carried: dict, told: dict, head_size: int) -> tuple[Mode, AttentionContext]:
+    """The mode and the context of a layer's attention, from what the decoder's hook handed to its layers and what the
+    layer tells its attention function."""
+    mode, ctx = carried[CONTEXT]
+    mask, scaling = told.get("attention_mask"), told.get("scaling")
+    return mode, ctx.for_layer(
+        scale=head_size**-0.5 if scaling is None else scaling,
+        window=told.get("sliding_window") or (mask if isinstance(mask, WindowMask) else None),
+        softcap=told.get("softcap"),
+    )

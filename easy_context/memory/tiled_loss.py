@@ -23,8 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..fusion import compiled, why_no_triton
+from .rows import tiles
+
 IGNORE_INDEX = -100
 TILE_BYTES = 2**29  # one tile of float32 logits
+TILE_BYTES_CUDA = 2**31  # of half that in bfloat16; a product this large pays for its float32 sum
 
 LogitsTransform = Callable[[Tensor], Tensor]
 
@@ -44,7 +48,8 @@ def tiled_nll_sum(
         head: the output projection E -> V.
         targets: `[B, S]` int64, already shifted; -100 where nothing is to be predicted.
         logits_transform: what the model does to the logits after the head, on rows `[T, V]`; differentiable.
-        tile_size: rows of a tile; None takes as many as keep a float32 tile within `TILE_BYTES`.
+        tile_size: rows of a tile; None takes as many as keep a float32 tile within
+            `TILE_BYTES`, on CUDA `TILE_BYTES_CUDA`.
 
     Returns:
         A scalar, differentiable once, float32 (float64 for float64 hidden states); 0 where no target is valid.
@@ -82,13 +87,13 @@ def nll_sum_from_logits(logits: Tensor, targets: Tensor, tile_size: int | None =
     """`tiled_nll_sum` from logits `[B, S, V]` that exist already: their float32 copy and their softmax are made tile
     by tile, in the forward and again in the backward, and never kept."""
     _check_shapes(logits, targets)
-    rows = _rows_per_tile(logits.shape[-1], tile_size)
+    rows = _rows_per_tile(logits.shape[-1], tile_size, logits.device)
     return _LogitsNll.apply(logits.flatten(0, -2), targets.flatten(), rows)
 
 
-def _rows_per_tile(vocab_size: int, tile_size: int | None) -> int:
+def _rows_per_tile(vocab_size: int, tile_size: int | None, device: torch.device) -> int:
     if tile_size is None:
-        return max(1, TILE_BYTES // (4 * vocab_size))
+        return max(1, (TILE_BYTES_CUDA if device.type == "cuda" else TILE_BYTES) // (4 * vocab_size))
     if tile_size < 1:
         raise ValueError(f"tile_size must be at least 1, got {tile_size}")
     return tile_size
@@ -105,7 +110,7 @@ def _in_one_call(head: nn.Module, function: Callable, hidden: Tensor, targets: T
     vocab_size = getattr(head, "out_features", None)
     if vocab_size is None and tile_size is None:
         raise ValueError(f"{type(head).__name__} has no out_features: pass tile_size, the rows of a tile")
-    rows = _rows_per_tile(vocab_size, tile_size)
+    rows = _rows_per_tile(vocab_size, tile_size, hidden.device)
     own_forward = head.forward
     with _substituted_forward(head, lambda hidden, targets: function(own_forward, hidden, targets, rows)):
         return head(hidden.flatten(0, -2), targets.flatten())
@@ -163,40 +168,47 @@ def _linear_tiles(hidden, weight, bias, targets, transform, rows, wants=(False, 
     d_weight = torch.zeros_like(weight, dtype=exact) if wants[1] else None
     d_bias = torch.zeros_like(bias, dtype=exact) if wants[2] else None
     with torch.autocast(device, enabled=False):
-        for start in range(0, len(hidden), rows):
-            tile = slice(start, start + rows)
+        for tile in tiles(len(hidden), rows):
             tile_hidden = hidden[tile].to(kind)
             logits = F.linear(tile_hidden, weight, bias)
             nll[tile], d_logits = _tile_nll(logits, targets[tile], transform, any(wants))
+            if any(wants):
+                d_logits = d_logits.to(kind)
             if wants[2]:
-                d_bias += d_logits.sum(0)
+                d_bias += d_logits.sum(0, dtype=exact)
             if wants[0]:
-                d_hidden[tile] = d_logits.to(kind) @ weight
+                d_hidden[tile] = d_logits @ weight
             if wants[1]:
-                _add_product(d_weight, d_logits.to(kind).t(), tile_hidden)
+                _add_product(d_weight, d_logits.t(), tile_hidden)
     return nll, d_hidden, d_weight, d_bias
 
 
 def _tile_nll(logits, targets, transform, with_gradient):
-    """nll `[T]` and the gradient of its sum by the logits `[T, V]` (or None), both in exact precision."""
-    exact = _exact_dtype(logits.dtype)
-    valid = targets != IGNORE_INDEX
-    picked = torch.arange(len(targets), device=targets.device), torch.where(valid, targets, 0)
-    final = logits
-    if transform is not None:
-        logits = logits.detach().to(exact).requires_grad_(with_gradient)
-        with torch.set_grad_enabled(with_gradient):
-            final = transform(logits)
-    log_p = F.log_softmax(final.detach(), dim=-1, dtype=exact)
-    nll = (-log_p[picked]).masked_fill_(~valid, 0)
+    """nll `[T]` in exact precision, and the gradient of its sum by the logits `[T, V]` (or None) in theirs."""
+    core = _nll_and_gradient
+    if logits.is_cuda and why_no_triton() is None:
+        core = compiled(core)  # three passes over the logits, none in float32
+    if transform is None:
+        return core(logits, targets, with_gradient)
+    logits = logits.detach().to(_exact_dtype(logits.dtype)).requires_grad_(with_gradient)
+    with torch.set_grad_enabled(with_gradient):
+        final = transform(logits)
+    nll, gradient = core(final.detach(), targets, with_gradient)
+    if with_gradient:
+        (gradient,) = torch.autograd.grad(final, logits, gradient)
+    return nll, gradient
+
+
+def _nll_and_gradient(logits, targets, with_gradient: bool):
+    valid = (targets != IGNORE_INDEX)[:, None]
+    target = torch.where(valid, targets[:, None], 0)
+    exact = logits.to(_exact_dtype(logits.dtype))
+    lse = exact.logsumexp(-1, keepdim=True)
+    nll = torch.where(valid, lse - exact.gather(1, target), 0)[:, 0]
     if not with_gradient:
         return nll, None
-    gradient = log_p.exp_()
-    gradient[picked] -= 1
-    gradient.masked_fill_(~valid[:, None], 0)
-    if transform is not None:
-        (gradient,) = torch.autograd.grad(final, logits, gradient.to(final.dtype))
-    return nll, gradient
+    hot = torch.arange(logits.shape[1], device=logits.device) == target
+    return nll, torch.where(valid, (exact - lse).exp() - hot.to(exact.dtype), 0).to(logits.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -245,7 +257,6 @@ class _LogitsNll(torch.autograd.Function):
     def backward(ctx, scale):
         logits, targets = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for start in range(0, len(logits), ctx.rows):
-            tile = slice(start, start + ctx.rows)
+        for tile in tiles(len(logits), ctx.rows):
             gradient[tile] = _tile_nll(logits[tile], targets[tile], None, True)[1].mul_(scale)
         return gradient, None, None

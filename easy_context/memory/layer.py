@@ -1,0 +1,345 @@
+"""Decoder layers that follow a `MemoryPlan`: what they hold falls from hundreds of KiB a token to about 50.
+
+A planned layer is one autograd function. N rows (tokens times batch) of hidden size E, H query heads of size D:
+
+    forward   x -> [q, k, v of a group of heads -> attention]*groups -> a -> [output projection, norms, MLP]*tiles -> y
+              x `[N, E]`, a `[N, H * D]` and attention's log-sum-exp leave for their tier as soon as they exist
+    backward  dy -> [rows of x, a arrive; vjp of the second half -> dx, da]*tiles
+                 -> [q, k, v again -> attention's backward -> vjp of the first half, added to dx]*groups
+
+Attention's forward runs once (`keep="attention"`) or once more in the backward (`keep="input"`). The gradient dx is
+written over dy, which autograd hands to a layer as its own. Alive at once are x, a, da and dx, what a group's
+attention needs, and a tile's activations: 8 N E bytes in bf16 plus two terms that settings make small. Gradients of
+weights are summed over tiles and groups in float32.
+
+Communication is that of the mode, group by group: the same bytes in more messages; Ulysses exchanges q, k, v and the
+attention output once more in the backward. Tiles depend on shapes only, so all ranks of a sequence-parallel group
+make equally many calls. Under DeepSpeed ZeRO-3 a planned layer is a leaf module: its weights are gathered once for
+the forward and once for the backward.
+
+After the attention-output checkpoints of DistFlashAttn (https://arxiv.org/abs/2310.03294), tiled computation of ALST
+(https://arxiv.org/abs/2506.13996) and head groups of Untied Ulysses (UPipe).
+"""
+
+import inspect
+import logging
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from ..monkey_patch import CONTEXT, decoder_of, layer_context
+from . import phases
+from .compress import stored_bytes
+from .plan import TIERS, LayerPlan, MemoryPlan
+from .rows import Gradients, autocast_of, gather_whole, pull_back, refuse_dropout, run, tile_rows, tiles, trainable
+from .tiers import Kept, Store
+
+logger = logging.getLogger("easy_context")
+_CHECKED_ROWS = 8  # of the real input, on which a layer is compared with its two halves
+
+
+def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
+    """Make a patched transformers model (wrappers and PEFT are looked through) follow `plan` from its next forward on.
+
+    Before `accelerator.prepare`, after `get_peft_model` and `apply_seq_parallel_monkey_patch` of that model or its
+    family. Applying another plan replaces the one before. Without gradients the layers compute in tiles as well.
+    Returns a line that says what was planned (also logged).
+
+    Raises:
+        ValueError: a plan of another number of layers, gradient checkpointing enabled at the same time, or layers
+            whose structure, head groups or dropout a plan cannot honour.
+        MemoryError, OSError: (in a forward) when host memory or disk do not suffice for what the plan keeps there.
+    """
+    decoder = _planned_decoder(model)
+    remove_memory_plan(model)
+    if len(plan.layers) != len(decoder.layers):
+        raise ValueError(f"the plan is for {len(plan.layers)} layers, the model has {len(decoder.layers)}")
+    planned = [layer for layer, how in zip(decoder.layers, plan.layers, strict=True) if how.keep != "everything"]
+    for layer in planned:
+        if getattr(layer, "gradient_checkpointing", False):
+            raise ValueError("gradient checkpointing is on: call model.gradient_checkpointing_disable() first")
+        reason = phases.why_not(layer, plan.head_groups)
+        if reason is not None:
+            raise ValueError(reason)
+    phases.register_attention_functions()
+    shared = _Shared(plan)
+    for layer, how in zip(decoder.layers, plan.layers, strict=True):
+        if how.keep != "everything":
+            layer.forward = PlannedLayer(layer, how, shared)
+            gather_whole(layer)
+    tile_rows(decoder.norm, plan.tile_size, plan.compile)
+    report = f"easy_context: {plan}"
+    logger.info(report)
+    return report
+
+
+def remove_memory_plan(model: nn.Module) -> None:
+    """Let the model's layers run as transformers wrote them."""
+    decoder = _planned_decoder(model)
+    for module in [*decoder.layers, decoder.norm]:
+        vars(module).pop("forward", None)
+        vars(module).pop("_z3_leaf", None)
+
+
+def _planned_decoder(model: nn.Module) -> nn.Module:
+    decoder = decoder_of(model)
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "norm"):
+        raise ValueError(f"{type(decoder).__name__} has no layers and norm where a memory plan looks for them")
+    return decoder
+
+
+class _Shared:
+    """What the planned layers of a model have in common."""
+
+    def __init__(self, plan: MemoryPlan):
+        self.plan = plan
+        self.layers: list[PlannedLayer] = []
+        self.newest = lambda: None  # a weak reference to the checkpoint that was made last
+        self.stores: dict[torch.device, Store] = {}
+
+    def store(self, device: torch.device) -> Store:
+        if device not in self.stores:
+            settings = {"host_memory": self.plan.host_memory, "disk": self.plan.disk, "compress": self.plan.compress}
+            self.stores[device] = Store(device, **settings)
+        return self.stores[device]
+
+    def require(self, x: Tensor, heads: int, head_size: int) -> None:
+        """Before the first layer of a forward: does what will be kept on host and disk fit there?"""
+        mixed = torch.is_autocast_enabled(x.device.type)
+        kind = torch.get_autocast_dtype(x.device.type) if mixed else x.dtype
+        attention = stored_bytes((len(x), heads * head_size), kind, self.plan.compress)
+        attention += len(x) * heads * torch.promote_types(kind, torch.float32).itemsize  # the log-sum-exp
+        needed = dict.fromkeys(TIERS, 0)
+        for layer in self.layers:
+            needed[layer.how.tier] += stored_bytes(x.shape, x.dtype, self.plan.compress)
+            needed[layer.how.tier] += attention if layer.how.keep == "attention" else 0
+        self.store(x.device).require(needed["host"], needed["disk"])
+
+
+class PlannedLayer:
+    """Stands in for the forward of one decoder layer."""
+
+    def __init__(self, layer: nn.Module, how: LayerPlan, shared: _Shared):
+        self.layer, self.how, self.shared, self.plan = layer, how, shared, shared.plan
+        self.names = list(inspect.signature(type(layer).forward).parameters)[2:]
+        self.told: dict[bool, dict] = {}  # by training or not: what the layer tells its attention function
+        shared.layers.append(self)
+
+    def __call__(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if CONTEXT not in kwargs:
+            raise ValueError("a memory plan needs the model patched: call apply_seq_parallel_monkey_patch first")
+        if kwargs.get("position_embeddings") is None:
+            raise ValueError(f"{type(self.layer).__name__} is not handed its rotary embedding: no memory plan for it")
+        refuse_dropout(self.layer)
+        call = _Call(self, hidden_states, kwargs)
+        weights = trainable(self.layer)
+        call.keeping = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(weights))
+        return _Planned.apply(call, hidden_states, *weights)
+
+    def halves(self):
+        return phases.Projections(self.layer, self.plan.head_groups), phases.Finish(self.layer)
+
+    def tell(self, x: Tensor, cos: Tensor, sin: Tensor, mask) -> dict:
+        training = self.layer.training
+        if training not in self.told:
+            rows = slice(0, _CHECKED_ROWS)
+            with torch.no_grad():
+                few = x[:, rows], cos[:, rows], sin[:, rows]
+                self.told[training] = phases.check_structure(self.layer, *few, mask)
+        return self.told[training]
+
+
+class _Planned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: "_Call", x: Tensor, *weights):
+        ctx.call = call
+        return call.forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        dx, gradients = ctx.call.backward(dy)
+        return None, dx, *gradients
+
+
+class _Call:
+    """One forward of a planned layer and its backward. Rows are tokens times batch, `[1, N, ...]`."""
+
+    def __init__(self, planned: PlannedLayer, x: Tensor, kwargs: dict):
+        self.planned, self.plan, self.keep = planned, planned.plan, planned.how.keep
+        self.batch, self.length, _ = x.shape
+        self.tiles = tiles(self.batch * self.length, self.plan.tile_size)
+        self.around = autocast_of(x.device)
+        self.cos, self.sin = (self._rows(t.expand(self.batch, -1, -1)) for t in kwargs["position_embeddings"])
+        self.projections, self.finish = planned.halves()
+        told = planned.tell(self._rows(x), self.cos, self.sin, kwargs.get("attention_mask"))
+        self.mode, self.ctx = layer_context(kwargs, told, self.projections.head_size)
+        self.mode.validate(self.ctx, self.projections.heads, self.projections.kv_heads)
+        self.checkpoint: Checkpoint | None = None
+        self.keeping = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = x.shape, self._rows(x)
+        checkpoint = self._checkpoint(x[0]) if self.keeping else None
+        a, lses = self._attend(x)
+        if self.keeping and self.keep == "attention":
+            checkpoint.add_attention(a, lses)
+        del lses
+        y = torch.empty_like(x)
+        for t in self.tiles:
+            y[:, t] = run(self.finish, (x[:, t], a[:, t]), (), self.plan.compile)
+        if self.keeping:
+            checkpoint.store.settle()
+            self.checkpoint = checkpoint
+        return y.view(shape)
+
+    def _checkpoint(self, x: Tensor) -> "Checkpoint":
+        shared = self.planned.shared
+        if self.planned is shared.layers[0]:
+            shared.require(x, self.projections.heads * self.plan.head_groups, self.projections.head_size)
+        return Checkpoint(self.planned, x, self.tiles[0].stop)
+
+    def backward(self, dy: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        if self.checkpoint is None:
+            raise RuntimeError("a planned layer's backward runs once: what it kept is gone")
+        checkpoint, self.checkpoint = self.checkpoint, None
+        shape, dx, gradients = dy.shape, self._rows(dy.contiguous()), Gradients()
+        with self.around():
+            checkpoint.fetch()
+            if self.keep == "attention":
+                a, lses = checkpoint.attention, checkpoint.lses()
+            else:
+                whole, lses = self._attend(checkpoint.x(None))
+                a = lambda rows: whole  # noqa: E731
+            da = self._finish_backward(dx, checkpoint.x, a, gradients)
+            self._attention_backward(dx, da, checkpoint.x(None), a(None), lses, gradients)
+        checkpoint.release()
+        return dx.view(shape), gradients.of(trainable(self.planned.layer))
+
+    def _finish_backward(self, dx: Tensor, x, a, gradients: Gradients) -> Tensor:
+        """dx holds dy and becomes the part of dx that does not pass through attention; returns da."""
+        da = None
+        for t in self.tiles:
+            rows = x(t.stop)[:, t], a(t.stop)[:, t]
+            by_rows, found = pull_back(self.finish, rows, (), dx[:, t], self.plan.compile)
+            gradients.add(found)
+            if da is None:
+                da = by_rows[1].new_empty(a(t.stop).shape)
+            dx[:, t], da[:, t] = by_rows
+        return da
+
+    def _attention_backward(self, dx, da, x, a, lses, gradients: Gradients) -> None:
+        for group, lse in enumerate(lses):
+            own = self._heads(group)
+            q, k, v = self._project(x, group)
+            residuals = self.mode.restore(q, k, v, self._by_head(a, own), lse, self.ctx)
+            del q, k, v
+            by_qkv = self.mode.backward(self._by_head(da, own), residuals, self.ctx)
+            del residuals
+            by_qkv = [self._rows(t) for t in by_qkv]
+            cut = self._cut(group)
+            for t in self.tiles:
+                extras = self.cos[:, t], self.sin[:, t]
+                gradient = tuple(part[:, t] for part in by_qkv)
+                (by_x,), found = pull_back(self.projections, (x[:, t],), extras, gradient, self.plan.compile, cut)
+                gradients.add(found)
+                dx[:, t].add_(by_x)
+            del by_qkv
+
+    def _attend(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The attention output `[1, N, H * D]`, and per group what the mode calls its log-sum-exp."""
+        a, lses = None, []
+        for group in range(self.plan.head_groups):
+            q, k, v = self._project(x, group)
+            if a is None:
+                width = self.plan.head_groups * q.shape[2] * q.shape[3]
+                a = q.new_empty(1, x.shape[1], width)
+            own = self._by_head(a, self._heads(group))
+            with torch.autocast(x.device.type, enabled=False):
+                out, residuals = self.mode.forward(q, k, v, self.ctx)
+            own.copy_(out)
+            lses.append(residuals.lse)
+            del q, k, v, out, residuals
+        return a, lses
+
+    def _project(self, x: Tensor, group: int) -> list[Tensor]:
+        """q, k, v of a group, `[B, S, heads, D]`."""
+        whole = None
+        for t in self.tiles:
+            extras = self.cos[:, t], self.sin[:, t]
+            parts = run(self.projections, (x[:, t],), extras, self.plan.compile, self._cut(group))
+            if whole is None:
+                whole = [part.new_empty(1, x.shape[1], *part.shape[2:]) for part in parts]
+            for tensor, part in zip(whole, parts, strict=True):
+                tensor[:, t] = part
+        return [tensor.view(self.batch, self.length, *tensor.shape[2:]) for tensor in whole]
+
+    def _heads(self, group: int) -> slice:
+        return slice(group * self.projections.heads, (group + 1) * self.projections.heads)
+
+    def _cut(self, group: int):
+        """Which rows of a projection's weights make the heads of a group, by the weight's name."""
+        if self.plan.head_groups == 1:
+            return None
+        size = self.projections.head_size
+        kv_heads = self.planned.layer.self_attn.config.num_key_value_heads
+        first = group * kv_heads // self.plan.head_groups
+        kv = slice(first * size, (first + self.projections.kv_heads) * size)
+        q = slice(self._heads(group).start * size, self._heads(group).stop * size)
+        rows = dict(zip(phases.PROJECTIONS, (q, kv, kv), strict=True))
+
+        def cut(name: str):
+            path = name.split(".")
+            found = [rows[part] for part in path if part in rows]
+            return found[0] if found and "lora_A" not in path else ...
+
+        return cut
+
+    def _by_head(self, a: Tensor, heads: slice) -> Tensor:
+        return a.view(self.batch, self.length, -1, self.projections.head_size)[:, :, heads]
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """`[B, S, ...] -> [1, N, ...]`"""
+        return tensor.reshape(1, -1, *tensor.shape[2:])
+
+
+class Checkpoint:
+    """What a planned layer keeps from its forward to its backward, in the tier of its plan."""
+
+    def __init__(self, planned: PlannedLayer, x: Tensor, tile: int):
+        self.plan, self.tier, self.tile = planned.plan, planned.how.tier, tile
+        self.store = planned.shared.store(x.device)
+        self.previous, planned.shared.newest = planned.shared.newest, weakref.ref(self)
+        self.kept: list[Kept] = []
+        self._keep(x[0], tile)
+
+    def add_attention(self, a: Tensor, lses: list[Tensor]) -> None:
+        self._keep(a[0], self.tile)
+        for lse in lses:
+            self._keep(lse.contiguous(), len(lse), exact=True)
+
+    def _keep(self, tensor: Tensor, chunk: int, exact: bool = False) -> None:
+        self.kept.append(self.store.keep(tensor, self.tier, chunk, exact=exact))
+
+    def fetch(self) -> None:
+        """Start the way back; with prefetch, that of the checkpoint before as well."""
+        self.store.fetch(*self.kept)
+        previous = self.previous()
+        if self.plan.prefetch and previous is not None:
+            self.store.fetch(*previous.kept)
+
+    def x(self, stop: int | None) -> Tensor:
+        """`[1, N, E]`, of which rows before `stop` have arrived (None: all)."""
+        return self.kept[0].tensor(stop)[None]
+
+    def attention(self, stop: int | None) -> Tensor:
+        return self.kept[1].tensor(stop)[None]
+
+    def lses(self) -> list[Tensor]:
+        return [kept.tensor() for kept in self.kept[2:]]
+
+    def release(self) -> None:
+        for kept in self.kept:
+            kept.release()

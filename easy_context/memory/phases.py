@@ -1,0 +1,171 @@
+"""An unmodified decoder layer in two halves, with attention between them left out.
+
+    project   x -> q, k, v       input norm, projections, whatever the family does to heads, rotation
+    finish    x, a -> y          output projection of the attention output a, residuals, norms, MLP
+
+Both work row by row, so they can be computed in tiles of rows, and `project` for a group of heads at a time. Neither
+is written here: they are the family's own `forward`s, run on twins of its modules. A twin shares every submodule and
+parameter of the original but for one child: the attention module's output projection becomes the identity and its
+attention function packs what it is given, so that the module returns its own q, k and v; the layer's attention module
+becomes one that projects a given attention output. `structure` checks once per layer that the halves with a trivial
+attention between them are the layer, bit by bit, on a few rows of the real input.
+
+Weights go in as arguments (`torch.func.functional_call`), so a group of heads is a slice of rows of q, k and v's.
+`vjp` pulls a gradient back through a half. Compiled, recomputation and backward are one graph, in which elementwise
+work is fused and products whose result no backward needs (the MLP's last one) are not computed again.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..refusals import refuse_layer
+
+PACKS = "easy_context_packs"  # an attention function that returns its q, k, v
+FIRST = "easy_context_first"  # one that returns its q, and notes in `module.told` what else it was given
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_HEADWISE = {"q_norm", "k_norm"}
+
+
+class Projections(nn.Module):
+    """`project`: x `[1, T, E]`, cos and sin `[1, T, D_rotary]` -> q, k, v `[1, T, heads of the group, D]`."""
+
+    def __init__(self, layer: nn.Module, groups: int):
+        super().__init__()
+        attention = layer.self_attn
+        self.attention = twin(attention, config=_with(attention.config, PACKS), o_proj=nn.Identity())
+        self.norm = getattr(layer, "input_layernorm", None) or nn.Identity()
+        self.head_size = attention.head_dim
+        self.heads = attention.config.num_attention_heads // groups
+        self.kv_heads = max(1, attention.config.num_key_value_heads // groups)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        given = {"position_embeddings": (cos, sin), "attention_mask": None}
+        packed, _ = type(self.attention).forward(self.attention, self.norm(x), **given)
+        heads = packed.unflatten(-1, (-1, self.head_size))
+        return heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+
+
+class Finish(nn.Module):
+    """`finish`: x `[1, T, E]`, attention output `[1, T, H * D]` -> y `[1, T, E]`."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = twin(layer, gradient_checkpointing=False, self_attn=GivenAttention(layer.self_attn.o_proj))
+
+    def forward(self, x: Tensor, attention_output: Tensor) -> Tensor:
+        given = {"position_embeddings": None, "attention_mask": None, "attention_output": attention_output}
+        return type(self.layer).forward(self.layer, x, **given)
+
+
+class GivenAttention(nn.Module):
+    """Stands where a layer's attention module was: projects an attention output that exists already."""
+
+    def __init__(self, o_proj: nn.Module):
+        super().__init__()
+        self.o_proj = o_proj
+
+    def forward(self, hidden_states: Tensor, *, attention_output: Tensor, **_) -> tuple[Tensor, None]:
+        return self.o_proj(attention_output), None
+
+
+def twin(module: nn.Module, **changes) -> nn.Module:
+    """A module of the same class, attributes, children and parameters, without hooks, but for `changes`."""
+    made = type(module).__new__(type(module))
+    nn.Module.__init__(made)
+    hooks = {name for name in vars(made) if "hook" in name}
+    vars(made).update({n: v for n, v in vars(module).items() if n not in hooks and n not in ("forward", "_modules")})
+    made._modules = {**module._modules}
+    for name, value in changes.items():
+        if isinstance(value, nn.Module):
+            made._modules[name] = value
+        else:
+            vars(made)[name] = value
+    return made
+
+
+def _with(config, attention_function: str):
+    """The configuration with another attention function; the original stays."""
+    changed = copy.copy(config)
+    changed._attn_implementation_internal = attention_function
+    return changed
+
+
+def register_attention_functions() -> None:
+    """Tell transformers about the two attention functions that attend to nothing."""
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(PACKS, _pack)
+    AttentionInterface.register(FIRST, _first)
+
+
+def _pack(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **_):
+    kind = value.dtype  # under autocast rotation has made queries and keys float32
+    heads = [tensor.to(kind).transpose(1, 2).flatten(2) for tensor in (query, key, value)]
+    return torch.cat(heads, dim=-1), None
+
+
+def _first(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
+    refuse_layer(module, query, key, value, attention_mask, kwargs)
+    module.told.update(kwargs, attention_mask=attention_mask)
+    return query.to(value.dtype).transpose(1, 2), None
+
+
+def why_not(layer: nn.Module, groups: int) -> str | None:
+    """Why a layer cannot be split in halves and `groups` of heads, or None."""
+    attention = getattr(layer, "self_attn", None)
+    children = {name for name, _ in attention.named_children()} if attention is not None else set()
+    fused = "qkv_proj" in children
+    needed = {"o_proj", *(["qkv_proj"] if fused else PROJECTIONS)}
+    if not needed <= children or not hasattr(attention, "head_dim"):
+        return f"{type(layer).__name__} has no self_attn with {', '.join(sorted(needed))} and head_dim"
+    if children - needed - _HEADWISE - {"rotary_emb"}:
+        return f"{type(attention).__name__} has unknown parts: {', '.join(sorted(children - needed - _HEADWISE))}"
+    if groups == 1:
+        return None
+    heads, kv_heads = attention.config.num_attention_heads, attention.config.num_key_value_heads
+    if heads % groups or (kv_heads % groups and groups % kv_heads):
+        return f"head_groups={groups} does not divide {heads} query heads over {kv_heads} KV heads"
+    if fused:
+        return f"{type(attention).__name__} projects q, k and v in one piece: head_groups=1"
+    norms = [getattr(attention, name, None) for name in _HEADWISE]
+    if any(w.numel() != attention.head_dim for norm in norms if norm is not None for w in norm.parameters()):
+        return f"{type(attention).__name__} normalizes over all heads: head_groups=1"
+    return None
+
+
+def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask) -> dict:
+    """Compare halves and layer on rows x `[1, T, E]` under the layer's mask; returns what the layer tells its
+    attention function.
+
+    Raises:
+        ValueError: a layer that is not what the halves make of it, or that asks of attention what cannot be had.
+    """
+    attention = twin(layer.self_attn, config=_with(layer.self_attn.config, FIRST), told={})
+    whole = twin(layer, gradient_checkpointing=False, self_attn=attention)
+    given = {"position_embeddings": (cos, sin), "attention_mask": mask}
+    truth = type(layer).forward(whole, x, **given)
+    q, _, _ = Projections(layer, 1)(x, cos, sin)
+    made = Finish(layer)(x, q.flatten(2))
+    if not isinstance(truth, Tensor) or (truth - made).norm() > 1e-2 * truth.norm():
+        raise ValueError(
+            f"{type(layer).__name__} is built in a way that a memory plan does not know: leave it out, and use "
+            "gradient checkpointing instead"
+        )
+    return attention.told
+
+
+def call(half: nn.Module, rows: tuple, extras: tuple, weights: dict):
+    """`half(*rows, *extras)` with `weights`, by name, in place of its own."""
+    return functional_call(half, weights, (*rows, *extras))
+
+
+def vjp(half: nn.Module, rows: tuple, extras: tuple, weights: dict, frozen: dict, gradient) -> tuple[tuple, dict]:
+    """The gradients by `rows` and by `weights` that belong to `gradient`, that of the result."""
+
+    def run(rows, weights):
+        return call(half, rows, extras, {**frozen, **weights})
+
+    return torch.func.vjp(run, rows, weights)[1](gradient)

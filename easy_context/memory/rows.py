@@ -1,0 +1,169 @@
+"""Modules that work row by row (an MLP, a norm) in tiles of rows: their activations never exist whole.
+
+A norm of a million tokens of hidden size 4096 makes float32 copies of 16 GiB each, an MLP activations of 28 GiB. In
+tiles both are a few hundred MiB. The forward runs under no_grad and keeps its input alone; the backward computes each
+tile again and pulls the gradient back through it (`phases.vjp`). Gradients of weights are summed over the tiles in
+float32 (float64 for float64) and rounded once.
+
+The number of tiles follows from the number of rows, hence is the same on all ranks that hold equally many; under
+DeepSpeed ZeRO-3 the module is a leaf, whose weights are gathered once per pass whatever the number of tiles. After
+ALST's TiledMLP, https://arxiv.org/abs/2506.13996.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from ..fusion import compiled, why_no_triton
+from . import phases
+
+
+def tile_rows(module: nn.Module, tile_size: int = 16384, compile: bool | None = None) -> None:
+    """From now on `module(x)`, x `[..., E]`, computes at most `tile_size` rows at a time.
+
+    Args:
+        module: maps every row of its one argument by itself, without dropout: an MLP (gated or not, with biases,
+            LoRA-wrapped, partly frozen, a mixture of experts), a norm.
+        tile_size: rows; the tiles of a call are made equally large.
+        compile: fuse elementwise work by torch.compile; None does so on CUDA, except for mixtures of experts.
+
+    Raises:
+        ValueError: `tile_size` below 1. (In a forward) dropout that is on.
+    """
+    if tile_size < 1:
+        raise ValueError(f"tile_size is at least 1, not {tile_size}")
+    module.forward = TiledRows(module, tile_size, compile)
+    gather_whole(module)
+
+
+def gather_whole(module: nn.Module) -> None:
+    """Under DeepSpeed ZeRO-3, gather all weights of `module` together whenever it is called (a leaf module)."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        from deepspeed.utils import set_z3_leaf_module
+
+        set_z3_leaf_module(module, True)
+
+
+class TiledRows:
+    """The forward of a tiled module."""
+
+    def __init__(self, module: nn.Module, tile_size: int, compile: bool | None):
+        self.module, self.tile_size, self.compile = module, tile_size, compile
+
+    def __call__(self, x: Tensor) -> Tensor:
+        refuse_dropout(self.module)
+        return _Tiled.apply(self, x, *trainable(self.module))
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, how: TiledRows, x: Tensor, *weights):
+        half = phases.twin(how.module)
+        rows = x.reshape(-1, x.shape[-1])
+        parts = [_own(half, rows[None, t], how)[0] for t in tiles(len(rows), how.tile_size)]
+        ctx.how, ctx.around = how, autocast_of(x.device)
+        ctx.save_for_backward(x)
+        return torch.cat(parts).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        (x,) = ctx.saved_tensors
+        half = phases.twin(ctx.how.module)
+        rows, gradient = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dx, sums = torch.empty_like(rows), Gradients()
+        with ctx.around():
+            for t in tiles(len(rows), ctx.how.tile_size):
+                (dx[t],), found = pull_back(half, (rows[None, t],), (), gradient[None, t], ctx.how.compile)
+                sums.add(found)
+        return None, dx.view(x.shape), *sums.of(trainable(ctx.how.module))
+
+
+def _own(half: nn.Module, rows: Tensor, how: TiledRows) -> Tensor:
+    return run(half, (rows,), (), how.compile)
+
+
+class Gradients:
+    """Sums of weights' gradients, in float32 or more."""
+
+    def __init__(self):
+        self.sums: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, found: Iterable[tuple]) -> None:
+        """`(weight, rows of it, gradient of these rows)`, any number."""
+        for weight, rows, gradient in found:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            if weight in self.sums:
+                self.sums[weight][rows].add_(gradient)
+            elif gradient.shape == weight.shape:
+                self.sums[weight] = gradient.to(wide)
+            else:
+                self.sums[weight] = torch.zeros(weight.shape, dtype=wide, device=gradient.device)
+                self.sums[weight][rows] = gradient.to(wide)
+
+    def of(self, weights: list[nn.Parameter]) -> list[Tensor | None]:
+        """The sums, in the weights' dtypes, given away one by one."""
+        return [self.sums.pop(w).to(w.dtype) if w in self.sums else None for w in weights]
+
+
+ALL_ROWS = ...  # of a weight, whatever its shape
+
+
+def run(half: nn.Module, rows: tuple, extras: tuple, compile: bool | None, cut=None):
+    """`half(*rows, *extras)` without gradients. `cut` maps a weight's name to the rows of it that take part."""
+    function = compiled(phases.call) if worth_compiling(half, rows[0], compile) else phases.call
+    weights = {name: weight.detach()[cut(name) if cut else ALL_ROWS] for name, weight in half.named_parameters()}
+    with torch.no_grad():
+        return function(half, rows, extras, weights)
+
+
+def pull_back(half: nn.Module, rows: tuple, extras: tuple, gradient, compile: bool | None, cut=None):
+    """Gradients of `rows`, as a tuple, and of the trainable weights, as `Gradients.add` takes them."""
+    function = compiled(phases.vjp) if worth_compiling(half, rows[0], compile) else phases.vjp
+    weights, frozen, where = {}, {}, {}
+    for name, weight in half.named_parameters():
+        where[name] = weight, (cut(name) if cut else ALL_ROWS)
+        (weights if weight.requires_grad else frozen)[name] = weight.detach()[where[name][1]]
+    with torch.no_grad():
+        by_rows, by_weights = function(half, rows, extras, weights, frozen, gradient)
+    return by_rows, [(*where[name], found) for name, found in by_weights.items()]
+
+
+def worth_compiling(half: nn.Module, rows: Tensor, compile: bool | None) -> bool:
+    if compile is not None:
+        return compile
+    experts = any(name.rpartition(".")[2] == "experts" for name, _ in half.named_modules())
+    return rows.is_cuda and not experts and why_no_triton() is None
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in module.parameters() if weight.requires_grad]
+
+
+def tiles(rows: int, tile_size: int) -> list[slice]:
+    """As few equal tiles as have at most `tile_size` rows; the last may be smaller. Pure."""
+    size = -(-rows // max(1, -(-rows // tile_size)))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, max(1, size))]
+
+
+def refuse_dropout(module: nn.Module) -> None:
+    """ValueError where dropout would differ between a forward and its recomputation."""
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Dropout)]
+    on = [name for name, part in parts if part.p > 0 and part.training]
+    if on:
+        raise ValueError(f"dropout ({', '.join(on)}) would differ between forward and recomputation: set it to 0")
+
+
+def autocast_of(device: torch.device):
+    """A function that makes the context of mixed precision that is in force now."""
+    kind = device.type
+    state = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+
+    def around() -> AbstractContextManager:
+        return torch.autocast(kind, **state)
+
+    return around

@@ -1,0 +1,266 @@
+"""Layers that follow a memory plan equal the model as transformers wrote it: loss and every gradient."""
+
+import copy
+
+import pytest
+import torch
+from harness import error, spawn, tiny_model
+
+import easy_context as ec
+from easy_context.memory.layer import apply_memory_plan, remove_memory_plan
+from easy_context.memory.plan import LayerPlan, MemoryPlan
+from easy_context.memory.rows import Gradients, tile_rows, tiles
+
+LENGTH = 37  # divides by no number of ranks
+
+
+def batch(rows: int = 2, length: int = LENGTH):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 97, (rows, length), generator=generator)
+    return ids, torch.arange(length)[None].expand(rows, -1), ids.roll(-1, 1)
+
+
+def gradients(model, inputs, mode: str = "data_parallel", rank: int = 0, world: int = 1):
+    """Loss and gradients by name of the whole batch; over a group of ranks, as an engine would average them."""
+    model.zero_grad()
+    local = ec.prepare_seq_parallel_inputs(mode, *inputs, rank, world, "cpu")
+    loss, reported = ec.CausalLMWithLoss(model)(**{k.removeprefix("local_"): v for k, v in local.items()})
+    loss.backward()
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    if world > 1:
+        for gradient in found.values():
+            torch.distributed.all_reduce(gradient)
+            gradient /= world
+    return reported.item(), found
+
+
+def worst(found, truth) -> float:
+    assert found[1].keys() == truth[1].keys()
+    errors = [error(gradient, truth[1][name]) for name, gradient in found[1].items()]
+    return max(*errors, abs(found[0] - truth[0]) / abs(truth[0]))
+
+
+def compared(model, plan: MemoryPlan, inputs=None) -> float:
+    """Worst relative error of a planned step against the plain one."""
+    inputs = inputs or batch()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    truth = gradients(model, inputs)
+    apply_memory_plan(model, plan)
+    planned = worst(gradients(model, inputs), truth)
+    assert worst(gradients(model, inputs), truth) == planned, "a second step is another one"
+    remove_memory_plan(model)
+    assert worst(gradients(model, inputs), truth) == 0.0, "the plan is still followed"
+    ec.remove_seq_parallel_monkey_patch()
+    return planned
+
+
+PLANS = {
+    "attention": {"keep": "attention"},
+    "input": {"keep": "input"},
+    "groups": {"head_groups": 2},
+    "groups of shared KV heads": {"head_groups": 4},
+    "tiles": {"tile_size": 10},
+    "tiles of one row": {"tile_size": 1},
+    "all": {"head_groups": 2, "tile_size": 7, "prefetch": True},
+    "all, input": {"keep": "input", "head_groups": 4, "tile_size": 7, "prefetch": True},
+}
+
+
+@pytest.mark.parametrize("settings", PLANS.values(), ids=PLANS.keys())
+def test_every_technique_alone_and_all_together(settings):
+    assert compared(tiny_model(), MemoryPlan.uniform(2, **settings)) < 1e-12
+
+
+def test_layers_of_different_plans(tmp_path):
+    layers = (LayerPlan("everything", "gpu"), LayerPlan("attention", "gpu"), LayerPlan("input"), LayerPlan(tier="disk"))
+    plan = MemoryPlan(layers, head_groups=2, tile_size=16, disk=str(tmp_path))
+    assert compared(tiny_model(num_hidden_layers=4), plan) < 1e-12
+    assert not list(tmp_path.iterdir())
+
+
+FAMILIES = {
+    "mistral": ({"sliding_window": 9}, 2, 1e-12),
+    "qwen2": ({}, 2, 1e-12),
+    "qwen3": ({}, 2, 1e-12),
+    "phi3": ({}, 1, 1e-12),
+    "olmo2": ({}, 1, 1e-12),
+    "granite": ({"residual_multiplier": 0.3, "attention_multiplier": 0.2}, 2, 1e-12),
+    "cohere": ({}, 2, 1e-6),
+    "gemma2": ({"sliding_window": 9}, 2, 1e-6),
+    "gemma3_text": ({"sliding_window": 9}, 2, 1e-6),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    overrides, groups, tolerance = FAMILIES[family]
+    assert (
+        compared(tiny_model(family, **overrides), MemoryPlan.uniform(2, head_groups=groups, tile_size=10)) < tolerance
+    )
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_mixtures_of_experts(family):
+    model = tiny_model(family, torch.float32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    assert compared(model, MemoryPlan.uniform(2, head_groups=2, tile_size=16)) < 1e-5
+
+
+def test_biases():
+    model = tiny_model(attention_bias=True, mlp_bias=True)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    assert compared(model, MemoryPlan.uniform(2, head_groups=2, tile_size=10)) < 1e-12
+
+
+def test_lora_and_frozen_weights():
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(tiny_model(), lora).double()
+    assert compared(model, MemoryPlan.uniform(2, head_groups=2, tile_size=10)) < 1e-12
+
+
+def test_packed_documents():
+    ids, _, targets = batch()
+    positions = torch.cat([torch.arange(11), torch.arange(LENGTH - 11)])[None].expand(2, -1)
+    assert compared(tiny_model(), MemoryPlan.uniform(2, tile_size=10), (ids, positions, targets)) < 1e-12
+
+
+def test_compiled():
+    model = tiny_model(dtype=torch.float32)
+    assert compared(model, MemoryPlan.uniform(2, tile_size=37, compile=True)) < 1e-5
+
+
+def test_autocast():
+    model = tiny_model(dtype=torch.float32)
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    exact = gradients(model, batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = gradients(model, batch())
+        apply_memory_plan(model, MemoryPlan.uniform(2, head_groups=2, tile_size=10))
+        planned = gradients(model, batch())
+    for name, truth in exact[1].items():
+        assert error(planned[1][name], truth) < 2 * error(plain[1][name], truth), name
+
+
+def test_without_gradients_layers_compute_in_tiles_and_keep_nothing():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    ids, positions, _ = batch()
+    truth = model(ids, position_ids=positions).logits
+    apply_memory_plan(model, MemoryPlan.uniform(2, head_groups=2, tile_size=10))
+    with torch.no_grad():
+        assert error(model(ids, position_ids=positions).logits, truth) < 1e-12
+    assert error(copy.deepcopy(model)(ids, position_ids=positions).logits, truth) < 1e-12
+
+
+MODES = ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_modes(world):
+    truth = gradients(tiny_model(), batch())
+    for mode in MODES:
+        for keep in ("attention", "input"):
+            for found in spawn(_step_of_a_rank, world, mode, keep):
+                assert worst(found, truth) < 1e-9, (mode, keep)
+
+
+def _step_of_a_rank(rank, world, mode, keep):
+    ec.init_seq_parallel(world, 2 if mode == "usp_attn" and world == 4 else None)
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch(mode, model)
+    apply_memory_plan(model, MemoryPlan.uniform(2, keep, head_groups=2, tile_size=5, prefetch=True))
+    return gradients(model, batch(), mode, rank, world)
+
+
+def test_what_a_plan_cannot_do_is_refused():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    with pytest.raises(ValueError, match="3 layers, the model has 2"):
+        apply_memory_plan(model, MemoryPlan.uniform(3))
+    with pytest.raises(ValueError, match="head_groups=3"):
+        apply_memory_plan(model, MemoryPlan.uniform(2, head_groups=3))
+    with pytest.raises(ValueError, match="head_groups=1"):
+        apply_memory_plan(tiny_model("phi3"), MemoryPlan.uniform(2, head_groups=2))
+    with pytest.raises(ValueError, match="head_groups=1"):
+        apply_memory_plan(tiny_model("olmo2"), MemoryPlan.uniform(2, head_groups=2))
+    with pytest.raises(ValueError, match="OPTModel"):
+        apply_memory_plan(tiny_model("opt", word_embed_proj_dim=64, ffn_dim=96), MemoryPlan.uniform(2))
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        apply_memory_plan(model, MemoryPlan.uniform(2))
+    for settings in ({"keep": "all"}, {"tier": "tape"}, {"keep": "everything"}, {"tier": "disk"}, {"tile_size": 0}):
+        with pytest.raises(ValueError):
+            MemoryPlan.uniform(2, **settings)
+
+
+def test_host_memory_that_would_not_suffice_is_told_before_the_step():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2, host_memory=2 * 2 * LENGTH * (64 + 64 + 4) * 8))
+    gradients(model, batch())
+    apply_memory_plan(model, MemoryPlan.uniform(2, host_memory=2 * 2 * LENGTH * (64 + 64 + 4) * 8 - 1))
+    with pytest.raises(MemoryError, match="host"):
+        gradients(model, batch())
+
+
+def test_an_unpatched_model_is_refused():
+    model = tiny_model()
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    ids, positions, _ = batch()
+    with pytest.raises(ValueError, match="apply_seq_parallel_monkey_patch"):
+        model(ids, position_ids=positions)
+
+
+def test_a_layer_of_unknown_structure_is_refused():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    layer = model.model.layers[1]
+
+    class Scaled(type(layer)):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(hidden_states, **kwargs) if "attention_output" in kwargs else 2 * hidden_states
+
+    layer.__class__ = Scaled
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    with pytest.raises(ValueError, match="a memory plan does not know"):
+        gradients(model, batch())
+
+
+def test_dropout_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
+    model = get_peft_model(tiny_model(), lora).double().train()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    with pytest.raises(ValueError, match="dropout"):
+        gradients(model, batch())
+
+
+def test_tiled_mlp_alone():
+    model = tiny_model(mlp_bias=True)
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    truth = gradients(model, batch())
+    for layer in model.model.layers:
+        tile_rows(layer.mlp, 10)
+    assert worst(gradients(model, batch()), truth) < 1e-12
+
+
+def test_weight_gradients_are_summed_in_float32():
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    sums = Gradients()
+    for _ in range(256):
+        sums.add([(weight, ..., torch.full((4,), 1 + 2**-7, dtype=torch.bfloat16))])
+    assert (sums.of([weight])[0] == 258).all()  # in bfloat16 the sum would stop growing at 256
+
+
+@pytest.mark.parametrize("rows, size", [(0, 4), (1, 4), (8, 4), (9, 4), (37, 10), (100, 1000)])
+def test_tiles_cover_all_rows_once(rows, size):
+    parts = tiles(rows, size)
+    assert [i for t in parts for i in range(t.start, t.stop)] == list(range(rows))
+    assert all(0 < t.stop - t.start <= size for t in parts)

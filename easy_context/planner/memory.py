@@ -85,7 +85,8 @@ def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, 
     kv = 2 * n * s.kv_heads * s.head_size / min(groups, s.kv_heads) * BF16
     work = setting.costs.attention_workspace / BF16 * q
     shared = 2 * kv if s.kv_heads < s.heads else 0  # dk, dv of shared heads are summed in float32
-    computing = 2 * (q + kv) + 2 * q + work + shared if backward else 2 * q + kv
+    copies = 2 * q if groups > 1 else 0  # a group's part of a and of da
+    computing = 2 * (q + kv) + copies + work + shared if backward else 2 * q + kv
     exchange = 0.0
     if setting.ring > 1:
         exchange += 2 * kv + (2 * q + 6 * kv if backward else 3 * q)

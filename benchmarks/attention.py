@@ -16,10 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import measure
+from measure import Inputs, measure
 from peers import PEERS, peers
-from report import Row, rows_of, write
+from report import Row, rows_of, write, write_profile
 from systems import one_call, one_process, our_modes
+from timeline import timelines
 from workload import Workload
 
 from easy_context.mesh import init_seq_parallel, reset_mesh, split_degrees
@@ -52,9 +53,10 @@ def arguments() -> argparse.Namespace:
     out.add_argument("--link", type=float, metavar="GB/S", help="of a message, for the limit; default: README.md")
     out.add_argument("--output", metavar="PREFIX")
     out.add_argument("--picture", action="store_true", help="PREFIX.png, too")
+    out.add_argument("--profile", action="store_true", help="PREFIX_profile.md: where each system's time goes")
     args = parser.parse_args()
-    if args.picture and not args.output:
-        parser.error("--picture needs --output")
+    if (args.picture or args.profile) and not args.output:
+        parser.error("--picture and --profile need --output")
     return args
 
 
@@ -71,8 +73,8 @@ def main() -> None:
             port = free.getsockname()[1]
         mp.spawn(_gloo_process, (args, port), nprocs=args.processes)
     else:
-        dist.init_process_group("nccl", timeout=timedelta(minutes=5))
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", timeout=timedelta(minutes=5))
         _real(args, torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -122,6 +124,10 @@ def _rank(args: argparse.Namespace, mask: str, device: torch.device, virtual: bo
         used = dict.fromkeys(system.kernel for system in systems if system.failure is None)
         systems = [*(one_call(kernel, causal, world) for kernel in used), *systems]
     times = measure(systems, work, device, args.repeats, virtual)
+    if args.profile:
+        text = f"# {mask}, rank {rank} of {world}\n\n{timelines(systems, Inputs(work, device), device, rank)}\n"
+        if virtual or rank == 0:
+            write_profile(text, args)
     return rows_of(systems, times, work, rank, world, ring, args.link, device)
 
 

@@ -1,6 +1,13 @@
-"""The picture of a table: how much of the machine's best kernel each system keeps, forward and backward."""
+"""The picture of a table: how much of the machine's best kernel each system keeps, forward and backward.
 
+python benchmarks/picture.py benchmarks/results/NAME.json      # draws benchmarks/results/NAME.png
+"""
+
+import json
+import sys
 from pathlib import Path
+
+from report import Row
 
 OURS, PEERS, LIMIT = "#1f5fa8", "#b3b8bf", "#222222"
 
@@ -39,8 +46,15 @@ def draw(rows: list, about: dict[str, str], path: Path) -> None:
     axes.axvline(100, color=LIMIT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     axes.set_xlim(0, max(104, 1.04 * max(shares)))
     axes.set_xlabel(f"% of one {best.kernel} call ({best.tflops_forward_backward:.3g} TFLOP/s), forward + backward")
-    axes.set_title(f"{about['Device'].partition(',')[0]}\n{about['Work']}", loc="left", fontsize=9)
+    title = f"{about['Device'].partition(',')[0]}\n{about['Work']}, {shown[0].tokens_per_rank} tokens a rank"
+    axes.set_title(title, loc="left", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     figure.savefig(path, dpi=200)
     plt.close(figure)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        content = json.loads(Path(name).read_text())
+        draw([Row(**row) for row in content["rows"]], content, Path(name).with_suffix(".png"))

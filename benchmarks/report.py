@@ -106,6 +106,14 @@ def write(rows: list[Row], args: argparse.Namespace) -> None:
             draw(table, about, output.with_name(output.name + ".png"))
 
 
+def write_profile(text: str, args: argparse.Namespace) -> None:
+    """Append to PREFIX_profile.md."""
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.with_name(output.name + "_profile.md").open("a") as file:
+        file.write(text)
+
+
 def _about(args: argparse.Namespace) -> dict[str, str]:
     heads = f"{args.heads} query and {args.kv_heads} KV heads of {args.head_size}"
     return {

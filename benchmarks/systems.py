@@ -46,7 +46,11 @@ def our_modes(work: Workload, world: int, device: torch.device, kernel: str | No
     tokens = work.seq_length // world
     window_left = None if work.window is None else work.window - 1
     probe = torch.empty(1, 128, work.heads, work.head_size, dtype=work.dtype, device=device)
-    name = choose(probe, probe[:, :, : work.kv_heads], causal=True, window_left=window_left, name=kernel).name
+    name, failure = kernel or "", None
+    try:
+        name = choose(probe, probe[:, :, : work.kv_heads], causal=True, window_left=window_left, name=kernel).name
+    except ValueError as error:
+        failure = str(error)
     documents = None if work.documents is None else (work.documents,)
 
     def system(mode: str) -> System:
@@ -54,7 +58,7 @@ def our_modes(work: Workload, world: int, device: torch.device, kernel: str | No
             masks = {"window": work.window, "documents": documents}
             return sequence_parallel_attention(q, k, v, seq_algo=mode, kernel=kernel, **masks)
 
-        return System("easy_context", mode, name, attend, tokens, work.flops / world)
+        return System("easy_context", mode, name, attend, tokens, work.flops / world, failure=failure)
 
     return [system(mode) for mode in MODES]
 

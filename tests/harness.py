@@ -111,11 +111,9 @@ def _call(module: str, name: str, backend: str, rank: int, world: int, port: int
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.update({**address, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)})
     try:
-        how = {"timeout": timedelta(seconds=TIMEOUT_SECONDS // 2)}
         if backend == "nccl":
             torch.cuda.set_device(rank)
-            how["device_id"] = torch.device("cuda", rank)
-        dist.init_process_group(backend, rank=rank, world_size=world, **how)
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS // 2))
         value = getattr(import_module(module), name)(rank, world, *args)
         if dist.is_initialized():  # a script's end has destroyed it
             dist.barrier()  # rank 0 keeps the store: it must not leave while another rank still sets up groups

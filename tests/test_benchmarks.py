@@ -48,7 +48,7 @@ def run(*arguments: str) -> str:
 )
 def test_table_and_json(tmp_path, how, masks):
     output = tmp_path / "made" / "table"
-    report = ["--peers", "--repeats", "1", "--picture", "--output", str(output)]
+    report = ["--peers", "--repeats", "1", "--picture", "--profile", "--output", str(output)]
     run("benchmarks/attention.py", *how, *SIZES, "--masks", *masks, *report)
     lines = output.with_suffix(".md").read_text().splitlines()
     head = next(line for line in lines if line.startswith("|"))
@@ -69,6 +69,23 @@ def test_table_and_json(tmp_path, how, masks):
             if row["mode"] in MODES and row["mask"] == "causal"
         )
     assert output.with_suffix(".png").stat().st_size > 1000
+    profile = (tmp_path / "made" / "table_profile.md").read_text()
+    assert all(f"easy_context, {mode}, cpu_flash" in profile for mode in MODES)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in profile
+
+
+def test_timeline_of_a_gpu(benchmarks):
+    """Milliseconds 0-4 and 6-9 attention, 9-10 merge; a message from 3 to 7, of which 2 ms lie beside attention."""
+    names = [("flash_fwd", 7, 0, 4), ("flash_bwd", 7, 6, 9), ("_merge", 7, 9, 10), ("ncclDevKernel_SendRecv", 20, 3, 7)]
+    events = [
+        {"cat": "kernel", "name": n, "ts": 1e3 * a, "dur": 1e3 * (b - a), "args": {"stream": s}} for n, s, a, b in names
+    ]
+    timeline = benchmarks("timeline")
+    line = timeline.shares(timeline.spans_of([*events, {"cat": "cpu_op", "name": "aten::add"}, {"ph": "M"}]))
+    assert line == (
+        "10.00 ms: attention 7.00 ms (70.0%), merge 1.00 ms (10.0%), other 0.00 ms (0.0%), idle 2.00 ms (20.0%); "
+        "exchange 4.00 ms, 50% hidden"
+    )
 
 
 @pytest.mark.parametrize("world, ring", [(4, 2), (8, 2), (5, 5)])

@@ -313,7 +313,7 @@ class Checkpoint:
         self.store = planned.shared.store(x.device)
         self.previous, planned.shared.newest = planned.shared.newest, weakref.ref(self)
         self.kept: list[Kept] = []
-        self._keep(x[0], tile)
+        self._keep(x, tile)
 
     def add_attention(self, a: Tensor, lses: list[Tensor]) -> None:
         self._keep(a[0], self.tile)

@@ -13,6 +13,7 @@ log-sum-exp, hence gradients of blocks are summed without any rescaling (`Sum`).
 as the kernel wrote it.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -174,11 +175,7 @@ class Partial:
         if self.out is None:
             self.out = out.new_zeros(self.shape, dtype=lse.dtype)
             self.lse = lse.new_full((self.shape[0], self.shape[2], self.shape[1]), -torch.inf)
-        dtype = lse.dtype if self.missing else self.dtype
-        if self.out.dtype == dtype:
-            into = self.out
-        else:
-            into = torch.empty_like(self.out, dtype=dtype) if whole else self.out.to(dtype)
+        into = _room(self.out, lse.dtype if self.missing else self.dtype, whole)
         merge(self.out[batch, q], self.lse[batch, :, q], out, lse, into[batch, q])
         self.out = into
 
@@ -197,15 +194,15 @@ def attend(q, k, v, blocks: Sequence[Block], partial: Partial, scores: Scores) -
         partial.add(*kernel.forward(*qkv, scale=scores.scale, **how), b.batch, b.q)
 
 
-def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], scores: Scores) -> "list[Gradients]":
+def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], scores: Scores) -> "list[BlockGradients]":
     """The gradients of each of `blocks`; `out` and `lse` are global. `add_gradients` puts them where they belong."""
     return [_block_backward(b, dout, q, k, v, out, lse, scores) for b in blocks]
 
 
-Gradients = tuple[Block, tuple[torch.Tensor, ...]]
+BlockGradients = tuple[Block, tuple[torch.Tensor, ...]]
 
 
-def _block_backward(b: Block, dout, q, k, v, out, lse, scores: Scores) -> Gradients:
+def _block_backward(b: Block, dout, q, k, v, out, lse, scores: Scores) -> BlockGradients:
     rows = b.batch, b.q
     qkv = q[rows], k[b.batch, b.k], v[b.batch, b.k]
     kernel, how = _call(b, *qkv[:2], scores)
@@ -214,26 +211,43 @@ def _block_backward(b: Block, dout, q, k, v, out, lse, scores: Scores) -> Gradie
 
 class Sum:
     """Parts of a gradient, shaped like `like` `[B, S, heads, D]`, added up in float32 (float64 for float64), in place
-    in `total` where there is one. A first part that covers all of it is kept as it comes: a sum of one is no work."""
+    in `total` where there is one. A first part that covers all of it is kept as it comes; the last of `count` parts is
+    added into the dtype of `like` right away. Without `count` the sum stays wide until `result`."""
 
-    def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None):
-        self.like, self.total = like, total
+    def __init__(self, like: torch.Tensor, count: float = math.inf, total: torch.Tensor | None = None):
+        self.like, self.missing, self.total = like, count, total
 
     def add(self, part: torch.Tensor, batch: slice = slice(None), rows: slice = slice(None)) -> None:
         """Add `part` to rows `batch`, tokens `rows`."""
-        if self.total is None and part.shape == self.like.shape:
+        self.missing -= 1
+        whole = part.shape == self.like.shape
+        if self.total is None and whole:
             self.total = part
             return
         wide = torch.promote_types(self.like.dtype, torch.float32)
-        self.total = self.like.new_zeros(self.like.shape, dtype=wide) if self.total is None else self.total.to(wide)
-        self.total[batch, rows].add_(part)
+        if self.total is None:
+            self.total = self.like.new_zeros(self.like.shape, dtype=wide)
+        if self.missing:
+            self.total = self.total.to(wide)  # two halves would be added as halves
+        into = _room(self.total, wide if self.missing else self.like.dtype, whole)
+        torch.add(self.total[batch, rows], part, out=into[batch, rows])
+        self.total = into
 
     def result(self) -> torch.Tensor:
         """In the dtype of `like`; zeros where nothing was added."""
+        assert self.missing in (0, math.inf), self.missing
         return torch.zeros_like(self.like) if self.total is None else self.total.to(self.like.dtype)
 
 
-def add_gradients(gradients: list[Gradients], dq: Sum, dk: Sum, dv: Sum) -> None:
+def _room(total: torch.Tensor, dtype: torch.dtype, whole: bool) -> torch.Tensor:
+    """Where a running result goes on in `dtype`: its own memory, or else other, with what the next step will not
+    write (all, unless that is `whole`) copied."""
+    if total.dtype == dtype:
+        return total
+    return torch.empty_like(total, dtype=dtype) if whole else total.to(dtype)
+
+
+def add_gradients(gradients: list[BlockGradients], dq: Sum, dk: Sum, dv: Sum) -> None:
     """Put the gradients of blocks of q, k, v where they belong."""
     for b, parts in gradients:
         for total, rows, part in zip((dq, dk, dv), (b.q, b.k, b.k), parts, strict=True):

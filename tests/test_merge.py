@@ -109,17 +109,20 @@ def test_a_sum_of_blocks_is_rounded_once_and_one_block_never(batch, rows):
     assert alone.result()[0] is blocks[0] and one.result() is blocks[0]
     assert torch.equal(Sum(like).result(), torch.zeros_like(like))
 
-    partial, total = Partial(like, 3), Sum(like)
+    partial, total, open_end = Partial(like, 3), Sum(like, 3), Sum(like)
     out, lse, wide = blocks[0].float(), lses[0].clone(), blocks[0].float()
     partial.add(blocks[0], lses[0].clone())
     total.add(blocks[0])
+    open_end.add(blocks[0])
     for block, block_lse in zip(blocks[1:], lses[1:], strict=True):
         partial.add(block[batch, rows], block_lse[batch, :, rows], batch, rows)
         total.add(block[batch, rows], batch, rows)
+        open_end.add(block[batch, rows], batch, rows)
         merge(out[batch, rows], lse[batch, :, rows], block[batch, rows], block_lse[batch, :, rows])
         wide[batch, rows] += block[batch, rows]
     assert torch.equal(partial.result()[0], out.bfloat16()) and torch.equal(partial.result()[1], lse)
-    assert torch.equal(total.result(), wide.bfloat16())
+    assert total.total.dtype == torch.bfloat16 and torch.equal(total.result(), wide.bfloat16())
+    assert torch.equal(open_end.total, wide)
 
 
 @pytest.mark.cuda

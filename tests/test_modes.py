@@ -78,7 +78,7 @@ def error(a, b):
 
 
 @pytest.mark.parametrize("mode, world, ring_degree", SPLITS)
-@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (7, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (7, 1), (10, 5)])
 def test_equals_one_process(mode, world, ring_degree, heads, kv_heads):
     length = get_mode(mode).layout(world, ring_degree).padded_length(40)
     data = inputs(heads=heads, kv_heads=kv_heads, length=length)

@@ -47,8 +47,8 @@ def schedule(world: int) -> Schedule:
         steps.append([Task(r, world + r - t, r) for r in range(t)] + [Task(r, r, r - t) for r in range(t, world)])
     if world % 2 == 0:
         t = world // 2
-        helped = [Task(r, r + t, r, half=1) for r in range(t)]
-        steps.append(helped + [Task(r, r, r - t, half=0) for r in range(t, world)])
+        helped = [Task(r, r + t, r, half=0) for r in range(t)]
+        steps.append(helped + [Task(r, r, r - t, half=1) for r in range(t, world)])
     return steps
 
 

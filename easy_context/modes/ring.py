@@ -58,19 +58,20 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
     if not ctx.is_dense(spans):
         return scheduled_backward(dout, residuals, ctx, comm, spans, rotation(comm.size))
     q, k, v, out, lse, _ = residuals
-    dq, dk, dv = Sum(q), Sum(k), Sum(v)
+    blocks = _blocks_by_step(ctx, comm, spans)
+    dq, dk, dv = Sum(q, sum(map(len, blocks))), Sum(k), Sum(v)
     if comm.size == 1:
-        add_gradients(attend_backward(dout, *residuals[:5], ctx.blocks(*spans, *spans), ctx.scores), dq, dk, dv)
+        add_gradients(attend_backward(dout, *residuals[:5], *blocks, ctx.scores), dq, dk, dv)
         return dq.result(), dk.result(), dv.result()
     batch, length, kv_heads, head_size = k.shape
     grads, arriving = (k.new_empty(batch, length, 2 * kv_heads, head_size, dtype=lse.dtype) for _ in range(2))
     pending = None
-    for step, held in zip(_blocks_by_step(ctx, comm, spans), _passing(comm, k, v), strict=True):
+    for step, held in zip(blocks, _passing(comm, k, v), strict=True):
         parts = attend_backward(dout, q, *held, out, lse, step, ctx.scores)
         if pending is not None:  # the other ranks' share of this shard's gradient arrives behind the shard
             pending.wait()
             grads, arriving = arriving, grads
-            dk, dv = map(Sum, held, grads.chunk(2, dim=2))
+            dk, dv = (Sum(grad, total=grad) for grad in grads.chunk(2, dim=2))
         add_gradients(parts, dq, dk, dv)
         if pending is None:
             for room, own in zip(grads.chunk(2, dim=2), (dk, dv), strict=True):

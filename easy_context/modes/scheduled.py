@@ -137,7 +137,7 @@ class _Pass:
     def local_blocks(self, task: Task) -> list[Block]:
         """A task of this worker's in its own tensors: of a rank's own shard they hold everything, of another's what
         its supplier sent."""
-        q_at = task.rows(self.q.shape[1]).start if self.has_queries(task) else 0
+        q_at = self.rows(task).start if self.has_queries(task) else 0
         k_at = 0 if self.has_keys(task) else -self.keys(task).start
         return [replace(b, q=_moved(b.q, q_at), k=_moved(b.k, k_at)) for b in self.blocks(task)]
 
@@ -155,6 +155,12 @@ class _Pass:
         """The range of the shard's keys that the task's blocks touch."""
         return slice(min(b.k.start for b in self.blocks(task)), max(b.k.stop for b in self.blocks(task)))
 
+    def count(self, side: str) -> int:
+        """How many results this rank's queries (`side` "query") or keys ("key") get: one of each block computed here,
+        one of each task computed elsewhere."""
+        tasks = [task for step in self.steps for task in step if getattr(task, side) == self.comm.rank]
+        return sum(len(self.blocks(task)) if task.worker == self.comm.rank else 1 for task in tasks)
+
     @cached_property
     def kv(self) -> torch.Tensor:
         """Keys and values as they are sent, `[B, S_local, 2 * H_kv, D]`."""
@@ -166,9 +172,7 @@ class _Forward(_Pass):
 
     def __init__(self, *args):
         super().__init__(*args)
-        own = [task for step in self.steps for task in step if self.has_queries(task)]
-        count = sum(len(self.blocks(task)) if task.worker == self.comm.rank else 1 for task in own)
-        self.partial = Partial(self.q, count)
+        self.partial = Partial(self.q, self.count("query"))
 
     def supply(self, task):
         return [self.kv[:, self.keys(task)] if task.query == task.worker else self.q[:, self.rows(task)]]
@@ -198,7 +202,8 @@ class _Backward(_Pass):
     def __init__(self, *args):
         *args, self.dout, self.out, self.lse = args
         super().__init__(*args)
-        self.dq, self.dk, self.dv = Sum(self.q), Sum(self.k), Sum(self.v)
+        self.dq = Sum(self.q, self.count("query"))
+        self.dk, self.dv = (Sum(t, self.count("key")) for t in (self.k, self.v))
 
     def supply(self, task):
         if task.query == task.worker:

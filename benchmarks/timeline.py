@@ -43,6 +43,8 @@ def timelines(systems: list[System], inputs: Inputs, device: torch.device, rank:
 def timeline(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, device: torch.device) -> str:
     """Markdown for one forward and backward of a system that has run before."""
     cuda = device.type == "cuda"
+    for leaf in leaves:
+        leaf.grad = None
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         with system.around():
             system.attend(*leaves).backward(dout)
@@ -55,7 +57,7 @@ def timeline(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, dev
         trace = Path(place) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         spans = spans_of(json.loads(trace.read_text())["traceEvents"])
-    return f"{shares(spans)}\n\n{_top(_by_name(spans))}"
+    return f"{shares(spans)}\n\n{_top(_by_name(spans))}" if spans else "The profiler saw nothing on the GPU."
 
 
 def spans_of(events: list[dict]) -> list[Span]:

@@ -27,6 +27,7 @@ from easy_context.engine import load_in_turns, make_accelerator
 from easy_context.loss import CausalLMWithLoss, global_num_items
 from easy_context.mesh import current_mesh
 from easy_context.metrics import Reporter, flops_per_token
+from easy_context.planner import settle
 from easy_context.rope import set_rope
 from easy_context.script import run
 from easy_context.train_flags import check, parse_args, step_settings
@@ -47,15 +48,15 @@ def load_config(args: Namespace):
 
 
 def load_inputs(args: Namespace):
-    """Configuration, tokenizer, sequences to train on, and held-out ones or None."""
+    """Tokenizer, sequences to train on, and held-out ones or None."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     settings = {"tokenizer": tokenizer, "seq_length": args.seq_length, "packing": args.packing}
     rows = load_tokenized(args.dataset, **settings)
     held_out = args.eval_dataset and load_tokenized(args.eval_dataset, **settings)
-    return load_config(args), tokenizer, rows, held_out
+    return tokenizer, rows, held_out
 
 
-def build_model(args: Namespace, config, deepspeed: bool) -> CausalLMWithLoss:
+def build_model(args: Namespace, config, memory_plan: ec.MemoryPlan | None, deepspeed: bool) -> CausalLMWithLoss:
     """The model, patched for the mode; in float32, except where DeepSpeed keeps masters or the weights are frozen."""
     ec.apply_seq_parallel_monkey_patch(args.parallel_mode, config.model_type)
     dtype = DTYPES[args.dtype] if deepspeed or args.lora else torch.float32
@@ -65,6 +66,9 @@ def build_model(args: Namespace, config, deepspeed: bool) -> CausalLMWithLoss:
 
         lora = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
+    if memory_plan is not None:
+        ec.apply_memory_plan(model, memory_plan)
+        return CausalLMWithLoss(model)
     if args.gradient_checkpointing == "offload":
         ec.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
     if args.gradient_checkpointing != "none":
@@ -139,10 +143,12 @@ def main() -> None:
 
     tracker, tracker_dir = args.tracker or ("wandb" if args.wandb else None, args.output_dir)
     accelerator = make_accelerator(step_settings(args), seed=args.seed, tracker=tracker, tracker_dir=tracker_dir)
+    config = load_in_turns(accelerator, lambda: load_config(args))
+    memory_plan = settle(args, config, accelerator)
     mesh = ec.init_seq_parallel(args.seq_parallel_size, args.ring_degree)
     claim_output_dir(args.output_dir, accelerator, resume=args.resume is not None, overwrite=args.overwrite_output_dir)
     set_seed(args.seed, deterministic=args.deterministic)
-    config, tokenizer, rows, held_out = load_in_turns(accelerator, lambda: load_inputs(args))
+    tokenizer, rows, held_out = load_in_turns(accelerator, lambda: load_inputs(args))
     if len(rows) < args.batch_size * mesh.data_size:
         raise ValueError(f"--dataset has {len(rows)} sequences, fewer than --batch-size x {mesh.data_size} groups")
     accelerator.print(f"{plan}; {len(rows)} sequences")
@@ -152,7 +158,7 @@ def main() -> None:
     loader = ec.prepare_dataloader(args.parallel_mode, loader, accelerator)
     held_out = held_out and ec.prepare_dataloader(args.parallel_mode, DataLoader(held_out, **options), accelerator)
 
-    model = build_model(args, config, deepspeed=accelerator.state.deepspeed_plugin is not None)
+    model = build_model(args, config, memory_plan, deepspeed=accelerator.state.deepspeed_plugin is not None)
     flops = flops_per_token(model, args.seq_length)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     betas = (0.9, args.adam_beta2)

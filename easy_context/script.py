@@ -14,10 +14,15 @@ from collections.abc import Callable
 
 FIRST_FAULT_SECONDS = 3  # what a rank that only follows another one's failure leaves to it, so that it is heard first
 
+GPU_MEMORY = (
+    "the GPU's memory is full. Let the planner choose (--keep auto); or keep less on the GPU (tier host in --keep), use "
+    "more --head-groups, a smaller --tile-size, a shorter --seq-length or more GPUs"
+)
+
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script. A wrong setting or a missing file becomes one line on standard error and exit code 2, any other
-    exception its traceback and exit code 1.
+    """Run a script. A wrong setting, a missing file or memory that does not suffice becomes one line on standard error
+    and exit code 2, any other exception its traceback and exit code 1.
 
     Ranks find a wrong setting together, and rank 0 says so for all. The others wait for the launcher to stop them; one
     that found a fault of its own (a file that its node lacks) is still there a moment later, and speaks. So does a rank
@@ -27,16 +32,24 @@ def run(main: Callable[[], None]) -> None:
     place = "error" if rank == "0" else f"error on rank {rank}"
     try:
         main()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         if rank != "0":
             time.sleep(FIRST_FAULT_SECONDS)
         _leave(2, f"{place}: {' '.join(str(error).split())}")
     except Exception as error:
+        if _is_out_of_gpu_memory(error):
+            _leave(2, f"{place}: {str(error).partition('. ')[0]}: {GPU_MEMORY}")
         if _has_lost_a_rank(error):
             time.sleep(FIRST_FAULT_SECONDS)
             _leave(1, f"{place}: the connection to another rank is lost ({str(error).splitlines()[0]})")
         _tell_the_launcher(error)
         _leave(1, f"{traceback.format_exc()}{place}: {type(error).__name__}: {error}")
+
+
+def _is_out_of_gpu_memory(error: Exception) -> bool:
+    from torch import OutOfMemoryError
+
+    return isinstance(error, OutOfMemoryError)
 
 
 def _has_lost_a_rank(error: Exception) -> bool:

@@ -11,6 +11,7 @@ from .dataset import PACKINGS
 from .engine import StepSettings, check_deepspeed_file
 from .mesh import split_degrees
 from .modes import available_modes
+from .planner.units import size
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -50,12 +51,22 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.0, help="of AdamW")
     add("--max-grad-norm", type=float, default=1.0, help="clip the global gradient norm here; 0 does not clip")
     add = parser.add_argument_group("parallelism and memory").add_argument
-    add("--parallel_mode", choices=available_modes(), default="zigzag_ring_attn", help="how ranks share a sequence")
+    modes = [*available_modes(), "auto"]
+    add("--parallel_mode", choices=modes, default="zigzag_ring_attn", help="how ranks share a sequence; auto: planned")
     add("--seq-parallel-size", type=int, help="ranks that share a sequence; without it all")
     add("--ring_degree", type=int, help="ranks of a ring in usp_attn")
+    how = "without --keep; offload: layer inputs to the host"
+    add("--gradient-checkpointing", choices=["offload", "plain", "none"], default="offload", help=how)
+    how = "what layers keep for the backward, and where: auto, attention:host, 28xattention:host,4xeverything:gpu, ..."
+    add("--keep", metavar="PLAN", help=how)
+    add("--head-groups", type=int, default=1, help="with --keep: groups of heads that attention computes in turn")
     add(
-        "--gradient-checkpointing", choices=["offload", "plain", "none"], default="offload", help="offload: to the host"
+        "--tile-size", type=int, default=16384, help="with --keep: rows that norms, projections and MLP compute at once"
     )
+    add("--prefetch", action="store_true", help="with --keep: what layers keep comes back one layer ahead")
+    add("--compress", choices=["int8"], help="with --keep: what leaves the GPU in 8 bits; not exact")
+    add("--disk", metavar="DIR", help="with --keep: of the tier disk")
+    add("--host-memory", type=size, metavar="SIZE", help="of a node, such as 1TB; default: what it says it has")
     add = parser.add_argument_group("running").add_argument
     add("--checkpointing-steps", type=int, metavar="N", help="write a checkpoint every N steps")
     add("--resume", nargs="?", const="", metavar="DIR", help="from this checkpoint, or the newest complete one")
@@ -72,10 +83,19 @@ def check(args: argparse.Namespace, world_size: int) -> str:
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 1")
     if args.resume is not None and args.overwrite_output_dir:
         raise ValueError("--resume needs what --overwrite-output-dir removes: give one of them")
+    if args.keep is None:
+        unused = {"head_groups": 1, "tile_size": 16384, "prefetch": False, "compress": None, "disk": None}
+        given = [f"--{flag.replace('_', '-')}" for flag, default in unused.items() if getattr(args, flag) != default]
+        if given and args.parallel_mode != "auto":
+            raise ValueError(
+                f"{', '.join(given)} are settings of a memory plan: give --keep as well, such as --keep auto"
+            )
     if args.parallel_mode == "data_parallel":
         args.seq_parallel_size = args.seq_parallel_size or 1
         if args.seq_parallel_size > 1:
             raise ValueError("--parallel_mode data_parallel leaves sequences whole: leave out --seq-parallel-size")
+    if args.parallel_mode == "auto":
+        return f"the planner splits {world_size} processes, {args.max_train_steps} steps, {args.dtype}"
     sp_size = world_size if args.seq_parallel_size is None else args.seq_parallel_size
     if sp_size < 1 or world_size % sp_size:
         raise ValueError(f"--seq-parallel-size {sp_size} does not divide the {world_size} processes")

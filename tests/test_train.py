@@ -159,9 +159,11 @@ def test_zero3_with_offload_on_two_gpus_follows_one_process(runs, material, tmp_
         ("torchrun-4", {"--seq-parallel-size": 2, "--batch-size": 1}),
         ("torchrun-2", {"--parallel_mode": "data_parallel", "--batch-size": 1}),
         ("torchrun-2", {"--parallel_mode": "dist_flash_attn", "--gradient-checkpointing": "plain"}),
+        ("zero3", {"--keep": "attention:host", "--head-groups": 2, "--tile-size": 10}),
+        ("torchrun-2", {"--parallel_mode": "auto", "--keep": "auto"}),
         pytest.param("zero3-4", {"--seq-parallel-size": 2, "--batch-size": 1}, marks=pytest.mark.slow),
     ],
-    ids=["2 x 2", "data parallel", "dist flash", "2 x 2 under ZeRO-3"],
+    ids=["2 x 2", "data parallel", "dist flash", "memory plan under ZeRO-3", "planned", "2 x 2 under ZeRO-3"],
 )
 def test_other_splits_follow_one_process(runs, material, tmp_path, launcher, flags):
     records = finish(launcher, material, tmp_path / "output", **{"--eval-dataset": material / "held_out", **flags})
@@ -252,6 +254,8 @@ def test_a_used_output_directory_is_refused_once_and_by_all(material, tmp_path):
         ({"--model": "/nowhere"}, "/nowhere"),
         ({"--batch-size": 25}, "24 sequences, fewer than --batch-size"),
         ({"--resume": ""}, "has no complete checkpoint"),
+        ({"--keep": "3xattention:host"}, "other than the model's 2 layers"),
+        ({"--keep": "attention:host", "--host-memory": "10KB"}, "host memory"),
     ],
 )
 def test_faults_end_in_one_line(material, tmp_path, flags, message):
@@ -277,6 +281,7 @@ def flags_of(monkeypatch, *words):
         (["--parallel_mode", "data_parallel", "--seq-parallel-size", "2"], 2, "leaves sequences whole"),
         (["--batch-size", "0"], 1, "--batch-size must be at least 1"),
         (["--resume", "--overwrite-output-dir"], 1, "give one of them"),
+        (["--head-groups", "2", "--prefetch"], 1, "--head-groups, --prefetch are settings of a memory plan"),
     ],
 )
 def test_flags_that_cannot_be_are_refused_before_anything_starts(monkeypatch, words, world, message):

@@ -10,6 +10,6 @@ report, picture, cli    how it is shown             training    the same for a r
 from .hardware import HARDWARE, Hardware
 from .planning import Plan, plan
 from .shape import ModelShape
-from .training import engine_of, for_training
+from .training import engine_of, for_training, settle
 
-__all__ = ["HARDWARE", "Hardware", "ModelShape", "Plan", "engine_of", "for_training", "plan"]
+__all__ = ["HARDWARE", "Hardware", "ModelShape", "Plan", "engine_of", "for_training", "plan", "settle"]

@@ -1,10 +1,13 @@
 """The plan for a run of train.py, from the machine that it runs on."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from ..memory.plan import MemoryPlan
+from .flags import parse_keep
 from .hardware import HARDWARE, Hardware, find_hardware
 from .planning import Plan, plan
 
@@ -76,6 +79,68 @@ def for_training(
         ring_degree=ring_degree,
         compress=compress,
     )
+
+
+def settle(args, config, accelerator) -> MemoryPlan | None:
+    """What train.py's flags (`train_flags.py`) say of mode and memory, with `auto` replaced by the planner's choice.
+
+    Sets `parallel_mode`, `seq_parallel_size` and `ring_degree` of `args`; returns the memory plan, None where the flags
+    ask for none. Collective: the first rank plans for all, and all raise what it raises.
+
+    Raises:
+        ValueError: nothing fits, or a `--keep` that does not make the model's layers.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if args.parallel_mode != "auto" and args.keep != "auto":
+        if args.keep is None:
+            return None
+        settings = {name: getattr(args, name) for name in ("head_groups", "tile_size", "prefetch", "compress", "disk")}
+        layers = parse_keep(args.keep, config.get_text_config().num_hidden_layers)
+        return MemoryPlan(layers, host_memory=args.host_memory and int(args.host_memory / local), **settings)
+
+    def choose() -> Plan:
+        return for_training(
+            config,
+            world_size=accelerator.num_processes,
+            seq_length=args.seq_length,
+            device=accelerator.device,
+            batch_size=args.batch_size,
+            engine=engine_of(accelerator),
+            lora=args.lora,
+            local_world_size=local,
+            host_memory=args.host_memory,
+            disk=args.disk,
+            mode=None if args.parallel_mode == "auto" else args.parallel_mode,
+            seq_parallel_size=args.seq_parallel_size or accelerator.num_processes,  # who shares is the user's batch
+            ring_degree=args.ring_degree,
+            compress=args.compress,
+        )
+
+    chosen = first_rank_decides(choose)
+    args.parallel_mode, args.seq_parallel_size, args.ring_degree = (
+        chosen.mode,
+        chosen.seq_parallel_size,
+        chosen.ring_degree,
+    )
+    accelerator.print(f"planned: {chosen}")
+    host_memory = args.host_memory and int(args.host_memory / local)
+    return replace(chosen.memory_plan, host_memory=host_memory)
+
+
+def first_rank_decides(choose: Callable[[], Plan]) -> Plan:
+    """`choose()` of the first rank on every rank; its ValueError, too."""
+    from accelerate.utils import broadcast_object_list
+
+    decided = [None, None]
+    if int(os.environ.get("RANK", 0)) == 0:
+        try:
+            decided[0] = choose()
+        except ValueError as error:
+            decided[1] = str(error)
+    broadcast_object_list(decided)
+    if decided[1] is not None:
+        raise ValueError(decided[1])
+    return decided[0]
 
 
 def engine_of(accelerator) -> str:

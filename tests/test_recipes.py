@@ -16,6 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from transformers import LlamaConfig
 
+from easy_context.planner import ModelShape, plan
 from easy_context.train_flags import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,8 @@ import eval_ppl  # noqa: E402
 import train  # noqa: E402
 
 STAGES = {"llama2_7b_1m": 7, "llama2_13b_1m": 8, "danube2_256k": 9, "mistral_7b_256k": 4}
+SIZES = {"llama2_7b_1m": "llama-2-7b", "llama2_13b_1m": "llama-2-13b", "mistral_7b_256k": "mistral-7b"}
+SIZES["danube2_256k"] = ModelShape("danube2", 2560, 6912, layers=24, heads=32, kv_heads=8, head_size=80, vocab=32000)
 EVALUATIONS = {"needle": eval_needle, "perplexity": eval_ppl}
 TWO_NODES = {"MACHINE_RANK": "1", "MAIN_PROCESS_IP": "10.0.0.1"}
 
@@ -109,6 +112,27 @@ def test_stages_fit_together(recipe, trained, monkeypatch, capsys):
             assert flags.seq_length >= former.seq_length and flags.rope_theta > former.rope_theta
             assert flags.seed != former.seed
         former = flags
+
+
+@pytest.mark.parametrize("recipe", STAGES)
+def test_stages_fit_into_memory(recipe, trained, monkeypatch):
+    """On A100 of 80 GB in nodes of 1 TB; `plan` raises where a stage does not fit."""
+    for launch in trained(recipe)[1]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *launch.training_script_args])
+        flags = parse_args("")
+        whole = 1 if flags.parallel_mode == "data_parallel" else launch.num_processes
+        planned = plan(
+            SIZES[recipe],
+            gpus=launch.num_processes,
+            nodes=launch.num_machines,
+            gpu="A100",
+            host_memory=1e12,
+            seq_length=flags.seq_length,
+            batch_size=flags.batch_size,
+            mode=flags.parallel_mode,
+            seq_parallel_size=flags.seq_parallel_size or whole,
+        )
+        assert flags.keep == "auto" and planned.longest >= flags.seq_length
 
 
 def test_unknown_flag_is_refused(monkeypatch, capsys):

@@ -4,6 +4,11 @@
 #   bash train_scripts/RECIPE.sh              train; start it again after an interruption, and it goes on from there
 #   bash train_scripts/RECIPE.sh --dry-run    check each stage's flags and print its plan: no GPU, weights or network
 #
+# Every stage trains with `--keep auto`: the planner chooses what layers keep for the backward, and where, for the GPUs
+# and the host memory that it finds when the stage starts. What that will be, on these machines or others:
+#
+#   easy-context plan --model llama-2-7b --gpus 8 --gpu A100 --host-memory 1TB --seq-length 512000
+#
 # Needed: an environment with easy_context[deepspeed] (`source train_scripts/environment.sh deepspeed,flash` makes one).
 # For all recipes: WANDB=PROJECT logs there; LAUNCH="..." are further arguments of `accelerate launch`.
 

@@ -18,7 +18,7 @@ DATA_128K=${DATA_128K:-PY007/slimpajama_mistral_tokenized_upsample_4096_chunk_12
 DATA_1M=${DATA_1M:-PY007/slimpajama_mistral_tokenized_upsample_4096_chunk_1M}
 
 FLAGS=(--learning-rate 2e-5 --lr-schedule constant --weight-decay 0.1 --adam-beta2 0.95 --max-grad-norm 1.0
-    --gradient-accumulate-every 4 --checkpointing-steps 50)
+    --gradient-accumulate-every 4 --checkpointing-steps 50 --keep auto)
 
 # each GPU its own sequences
 stage 16K_theta_30K --dataset "$DATA_128K" --seq-length 16000 --rope-theta 30000 --max-train-steps 400 \

@@ -29,7 +29,7 @@ DATA_256K=${DATA_256K:-PY007/slimpajama_llama_tokenized_upsample_4096_chunk_256K
 DATA_1M=${DATA_1M:-PY007/slimpajama_llama_tokenized_upsample_4096_chunk_1M}
 
 FLAGS=(--batch-size 1 --learning-rate 2e-5 --lr-schedule constant --weight-decay 0.1 --adam-beta2 0.95
-    --max-grad-norm 1.0 --checkpointing-steps 50)
+    --max-grad-norm 1.0 --checkpointing-steps 50 --keep auto)
 
 stage 32K_theta_1M --dataset "$DATA_128K" --seq-length 32768 --rope-theta 1000000 --max-train-steps 1000 \
     --gradient-accumulate-every 2 --parallel_mode data_parallel --seed 2021

@@ -19,7 +19,8 @@ DATA_128K=${DATA_128K:-PY007/slimpajama_mistral_tokenized_upsample_4096_chunk_12
 DATA_1M=${DATA_1M:-PY007/slimpajama_mistral_tokenized_upsample_4096_chunk_1M}
 
 FLAGS=(--learning-rate 2e-5 --lr-schedule constant --weight-decay 0.1 --adam-beta2 0.95 --max-grad-norm 1.0
-    --gradient-accumulate-every 4 --checkpointing-steps 50 --parallel_mode zigzag_ring_attn)
+    --gradient-accumulate-every 4 --checkpointing-steps 50 --keep auto
+    --parallel_mode zigzag_ring_attn)
 
 stage 64K_theta_5M --dataset "$DATA_128K" --seq-length 64000 --rope-theta 5000000 --max-train-steps 400 \
     --batch-size 4 --seed 2029

@@ -1,15 +1,19 @@
 """Layers that follow a memory plan equal the model as transformers wrote it: loss and every gradient."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from harness import error, spawn, tiny_model
+from torch.distributed.fsdp import fully_shard
 
 import easy_context as ec
-from easy_context.memory.layer import apply_memory_plan, remove_memory_plan
+from easy_context.memory.gradients import Gradients
+from easy_context.memory.layer import PlannedLayer, apply_memory_plan, remove_memory_plan
 from easy_context.memory.plan import LayerPlan, MemoryPlan
-from easy_context.memory.rows import Gradients, tile_rows, tiles
+from easy_context.memory.rows import tile_rows, tiles
+from easy_context.mesh import reset_mesh
 
 LENGTH = 37  # divides by no number of ranks
 
@@ -155,24 +159,202 @@ def test_without_gradients_layers_compute_in_tiles_and_keep_nothing():
     assert error(copy.deepcopy(model)(ids, position_ids=positions).logits, truth) < 1e-12
 
 
+def _hook(model, inputs):
+    held = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, args, y: y.register_hook(held.append) and None)
+    _loss(model, inputs).backward()
+    return held
+
+
+def _full_backward_hook(model, inputs):
+    held = []
+    for layer in model.model.layers:
+        layer.register_full_backward_hook(lambda layer, dx, dy: held.extend([*dx, *dy]))
+    _loss(model, inputs).backward()
+    return held
+
+
+def _captured(model, inputs):
+    ids, positions, _ = inputs
+    out = model(ids, position_ids=positions, output_hidden_states=True)
+    return torch.autograd.grad(out.logits.square().sum(), [*out.hidden_states, *model.parameters()])
+
+
+def _loss_of_hidden_states(model, inputs):
+    ids, positions, _ = inputs
+    out = model(ids, position_ids=positions, output_hidden_states=True)
+    for h in out.hidden_states:
+        h.retain_grad()
+    (out.logits.square().sum() + sum(h.pow(3).sum() for h in out.hidden_states)).backward()
+    return [h.grad for h in out.hidden_states]
+
+
+def _skip_connection(model, inputs):
+    """The sum hands one gradient to both of its terms, of which the embedding's is used last."""
+    skipped = []
+    model.model.layers[0].register_forward_pre_hook(lambda layer, args: skipped.append(args[0]))
+    model.model.layers[1].register_forward_hook(
+        lambda layer, args, y: y.flatten(1).add(skipped[0].flatten(1)).view_as(y)
+    )
+    _loss(model, inputs).backward()
+    return []
+
+
+def _two_forwards(model, inputs):
+    losses = [_loss(model, inputs), _loss(model, batch(1, 5))]
+    model.eval()
+    with torch.no_grad():
+        _loss(model, batch(3, 9))
+    sum(losses).backward()
+    return []
+
+
+def _a_failed_forward(model, inputs):
+    handle = model.lm_head.register_forward_pre_hook(lambda head, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _loss(model, inputs)
+    handle.remove()
+    _loss(model, batch(2, 3)).backward()
+    return []
+
+
+def _embeddings_in(model, inputs):
+    ids, positions, _ = inputs
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embedded, position_ids=positions).logits.square().sum().backward()
+    return [embedded.grad]
+
+
+def _a_frozen_layer(model, inputs):
+    model.get_input_embeddings().weight.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    loss = _loss(model, inputs)
+    model.model.layers[1].mlp.requires_grad_(False)
+    loss.backward()
+    for weight in model.model.layers[1].mlp.parameters():
+        weight.grad = None  # autograd alone still makes it
+    return []
+
+
+USES = [_hook, _full_backward_hook, _captured, _loss_of_hidden_states, _skip_connection]
+USES += [_two_forwards, _a_failed_forward, _embeddings_in, _a_frozen_layer]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_of_a_model_that_see_its_gradients_or_repeat_and_mix_passes(use):
+    found = []
+    for planned in (False, True):
+        model = tiny_model()
+        ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+        if planned:
+            apply_memory_plan(model, MemoryPlan.uniform(2, head_groups=2, tile_size=10, prefetch=True))
+        seen = [g.clone() for g in use(model, batch())]
+        found.append(seen + [w.grad for w in model.parameters() if w.grad is not None])
+    assert len(found[0]) == len(found[1]) > 0
+    assert max(error(got, truth) for got, truth in zip(found[1], found[0], strict=True)) < 1e-12
+
+
+def _loss(model, inputs):
+    ids, positions, targets = inputs
+    logits = model(ids, position_ids=positions).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_gradients_that_nobody_else_holds_are_written_over():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2, tile_size=10))
+    places = []
+
+    def note(module, args, y):
+        y.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+
+    for module in (model.model.embed_tokens, *model.model.layers):
+        module.register_forward_hook(note)
+    _loss(model, batch()).backward()
+    assert len(places) == 3 and len(set(places)) == 1
+
+
+def test_a_backward_runs_once():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    loss = _loss(model, batch())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward runs once"):
+        loss.backward()
+
+
+def test_copied_pickled_and_compiled_models_follow_the_plan(tmp_path):
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    truth = gradients(model, batch())
+    apply_memory_plan(model, MemoryPlan.uniform(2, tier="disk", tile_size=10, disk=str(tmp_path)))
+    gradients(model, batch())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert worst(gradients(other, batch()), truth) < 1e-12
+        assert all(isinstance(layer.forward, PlannedLayer) for layer in other.model.layers)
+        assert other.model.layers[0].forward.layer is other.model.layers[0]
+    model.zero_grad()
+    _loss(torch.compile(model, backend="eager"), batch()).backward()
+    assert max(error(weight.grad, truth[1][name]) for name, weight in model.named_parameters()) < 1e-12
+
+
 MODES = ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_modes(world):
-    truth = gradients(tiny_model(), batch())
-    for mode in MODES:
-        for keep in ("attention", "input"):
-            for found in spawn(_step_of_a_rank, world, mode, keep):
-                assert worst(found, truth) < 1e-9, (mode, keep)
+    truth = {length: gradients(tiny_model(), batch(length=length)) for length in (3, LENGTH)}
+    for found in spawn(_steps_of_a_rank, world):
+        for (mode, keep, length), step in found.items():
+            assert worst(step, truth[length]) < 1e-9, (mode, keep, length)
 
 
-def _step_of_a_rank(rank, world, mode, keep):
+def _steps_of_a_rank(rank, world):
+    """With three tokens a rank of four has none."""
+    cases = [(mode, keep, LENGTH) for mode in MODES for keep in ("attention", "input")]
+    cases += [(mode, "attention", 3) for mode in MODES]
+    return {case: _step(rank, world, *case) for case in cases}
+
+
+def _step(rank, world, mode, keep, length):
+    reset_mesh()
     ec.init_seq_parallel(world, 2 if mode == "usp_attn" and world == 4 else None)
     model = tiny_model()
     ec.apply_seq_parallel_monkey_patch(mode, model)
     apply_memory_plan(model, MemoryPlan.uniform(2, keep, head_groups=2, tile_size=5, prefetch=True))
-    return gradients(model, batch(), mode, rank, world)
+    return gradients(model, batch(length=length), mode, rank, world)
+
+
+def test_engines():
+    truth = gradients(tiny_model(), batch())
+    for found in spawn(_engines_of_a_rank, 2):
+        for engine, step in found.items():
+            assert worst(step, truth) < 1e-12, engine
+
+
+def _engines_of_a_rank(rank, world):
+    ec.init_seq_parallel(world)
+    return {engine: _engine_step(engine, rank, world) for engine in ("ddp", "fsdp2")}
+
+
+def _engine_step(engine, rank, world):
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("zigzag_ring_attn", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2, head_groups=2, tile_size=7))
+    prepared = ec.CausalLMWithLoss(model)
+    if engine == "ddp":
+        prepared = torch.nn.parallel.DistributedDataParallel(prepared)
+    else:
+        for module in (*model.model.layers, prepared):
+            fully_shard(module)
+    local = ec.prepare_seq_parallel_inputs("zigzag_ring_attn", *batch(), rank, world, "cpu")
+    loss, reported = prepared(**{k.removeprefix("local_"): v for k, v in local.items()})
+    loss.backward()
+    whole = {name: w.grad.full_tensor() if engine == "fsdp2" else w.grad for name, w in model.named_parameters()}
+    return reported.item(), whole
 
 
 def test_what_a_plan_cannot_do_is_refused():

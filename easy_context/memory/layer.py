@@ -8,9 +8,10 @@ A planned layer is one autograd function. N rows (tokens times batch) of hidden 
                  -> [q, k, v again -> attention's backward -> vjp of the first half, added to dx]*groups
 
 Attention's forward runs once (`keep="attention"`) or once more in the backward (`keep="input"`). The gradient dx is
-written over dy, which autograd hands to a layer as its own. Alive at once are x, a, da and dx, what a group's
-attention needs, and a tile's activations: 8 N E bytes in bf16 plus two terms that settings make small. Gradients of
-weights are summed over tiles and groups in float32.
+written over dy, unless somebody else holds dy as well (a hook, another consumer of a sum). Alive at once are x, a, da
+and dx, what a group's attention needs, and a tile's activations: 8 N E bytes in bf16 plus two terms that settings make
+small. Gradients of weights are summed over tiles and groups in float32. Hooks on a layer run as ever; those on modules
+inside it run for every tile, group and recomputation, without gradients.
 
 Communication is that of the mode, group by group: the same bytes in more messages; Ulysses exchanges q, k, v and the
 attention output once more in the backward. Tiles depend on shapes only, so all ranks of a sequence-parallel group
@@ -23,17 +24,18 @@ After the attention-output checkpoints of DistFlashAttn (https://arxiv.org/abs/2
 
 import inspect
 import logging
-import weakref
+import sys
 
 import torch
 from torch import Tensor, nn
 
 from ..monkey_patch import CONTEXT, decoder_of, layer_context
 from . import phases
-from .compress import stored_bytes
-from .plan import TIERS, LayerPlan, MemoryPlan
-from .rows import Gradients, autocast_of, gather_whole, pull_back, refuse_dropout, run, tile_rows, tiles, trainable
-from .tiers import Kept, Store
+from .checkpoints import Checkpoint, PlannedModel
+from .gradients import Gradients, references_to_a_gradient
+from .leaf import gather_apart, gather_whole, gradients_held_unread
+from .plan import LayerPlan, MemoryPlan
+from .rows import autocast_of, pull_back, refuse_dropout, run, tile_rows, tiles, trainable
 
 logger = logging.getLogger("easy_context")
 _CHECKED_ROWS = 8  # of the real input, on which a layer is compared with its two halves
@@ -57,13 +59,12 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
         raise ValueError(f"the plan is for {len(plan.layers)} layers, the model has {len(decoder.layers)}")
     planned = [layer for layer, how in zip(decoder.layers, plan.layers, strict=True) if how.keep != "everything"]
     for layer in planned:
-        if getattr(layer, "gradient_checkpointing", False):
-            raise ValueError("gradient checkpointing is on: call model.gradient_checkpointing_disable() first")
+        refuse_checkpointing(layer)
         reason = phases.why_not(layer, plan.head_groups)
         if reason is not None:
             raise ValueError(reason)
     phases.register_attention_functions()
-    shared = _Shared(plan)
+    shared = PlannedModel(plan)
     for layer, how in zip(decoder.layers, plan.layers, strict=True):
         if how.keep != "everything":
             layer.forward = PlannedLayer(layer, how, shared)
@@ -79,7 +80,7 @@ def remove_memory_plan(model: nn.Module) -> None:
     decoder = _planned_decoder(model)
     for module in [*decoder.layers, decoder.norm]:
         vars(module).pop("forward", None)
-        vars(module).pop("_z3_leaf", None)
+        gather_apart(module)
 
 
 def _planned_decoder(model: nn.Module) -> nn.Module:
@@ -89,54 +90,31 @@ def _planned_decoder(model: nn.Module) -> nn.Module:
     return decoder
 
 
-class _Shared:
-    """What the planned layers of a model have in common."""
-
-    def __init__(self, plan: MemoryPlan):
-        self.plan = plan
-        self.layers: list[PlannedLayer] = []
-        self.newest = lambda: None  # a weak reference to the checkpoint that was made last
-        self.stores: dict[torch.device, Store] = {}
-
-    def store(self, device: torch.device) -> Store:
-        if device not in self.stores:
-            settings = {"host_memory": self.plan.host_memory, "disk": self.plan.disk, "compress": self.plan.compress}
-            self.stores[device] = Store(device, **settings)
-        return self.stores[device]
-
-    def require(self, x: Tensor, heads: int, head_size: int) -> None:
-        """Before the first layer of a forward: does what will be kept on host and disk fit there?"""
-        mixed = torch.is_autocast_enabled(x.device.type)
-        kind = torch.get_autocast_dtype(x.device.type) if mixed else x.dtype
-        attention = stored_bytes((len(x), heads * head_size), kind, self.plan.compress)
-        attention += len(x) * heads * torch.promote_types(kind, torch.float32).itemsize  # the log-sum-exp
-        needed = dict.fromkeys(TIERS, 0)
-        for layer in self.layers:
-            needed[layer.how.tier] += stored_bytes(x.shape, x.dtype, self.plan.compress)
-            needed[layer.how.tier] += attention if layer.how.keep == "attention" else 0
-        self.store(x.device).require(needed["host"], needed["disk"])
+def refuse_checkpointing(layer: nn.Module) -> None:
+    if getattr(layer, "gradient_checkpointing", False):
+        raise ValueError("gradient checkpointing is on beside a memory plan: model.gradient_checkpointing_disable()")
 
 
 class PlannedLayer:
     """Stands in for the forward of one decoder layer."""
 
-    def __init__(self, layer: nn.Module, how: LayerPlan, shared: _Shared):
+    def __init__(self, layer: nn.Module, how: LayerPlan, shared: PlannedModel):
         self.layer, self.how, self.shared, self.plan = layer, how, shared, shared.plan
         self.names = list(inspect.signature(type(layer).forward).parameters)[2:]
         self.told: dict[bool, dict] = {}  # by training or not: what the layer tells its attention function
         shared.layers.append(self)
 
+    @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if CONTEXT not in kwargs:
             raise ValueError("a memory plan needs the model patched: call apply_seq_parallel_monkey_patch first")
         if kwargs.get("position_embeddings") is None:
             raise ValueError(f"{type(self.layer).__name__} is not handed its rotary embedding: no memory plan for it")
+        refuse_checkpointing(self.layer)
         refuse_dropout(self.layer)
         call = _Call(self, hidden_states, kwargs)
-        weights = trainable(self.layer)
-        call.keeping = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(weights))
-        return _Planned.apply(call, hidden_states, *weights)
+        return _Planned.apply(call, hidden_states, *call.weights)
 
     def halves(self):
         return phases.Projections(self.layer, self.plan.head_groups), phases.Finish(self.layer)
@@ -160,7 +138,8 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
-        dx, gradients = ctx.call.backward(dy)
+        held = sys.getrefcount(dy) - references_to_a_gradient() - gradients_held_unread(ctx.call.planned.layer)
+        dx, gradients = ctx.call.backward(dy.clone() if held > 0 or dy._is_view() else dy)
         return None, dx, *gradients
 
 
@@ -177,8 +156,9 @@ class _Call:
         told = planned.tell(self._rows(x), self.cos, self.sin, kwargs.get("attention_mask"))
         self.mode, self.ctx = layer_context(kwargs, told, self.projections.head_size)
         self.mode.validate(self.ctx, self.projections.heads, self.projections.kv_heads)
+        self.weights = trainable(planned.layer)
+        self.keeping = torch.is_grad_enabled() and (x.requires_grad or bool(self.weights))
         self.checkpoint: Checkpoint | None = None
-        self.keeping = False
 
     def forward(self, x: Tensor) -> Tensor:
         shape, x = x.shape, self._rows(x)
@@ -187,13 +167,14 @@ class _Call:
         if self.keeping and self.keep == "attention":
             checkpoint.add_attention(a, lses)
         del lses
-        y = torch.empty_like(x)
+        y = x.new_empty(shape)  # no view, which users could not write to
+        rows = self._rows(y)
         for t in self.tiles:
-            y[:, t] = run(self.finish, (x[:, t], a[:, t]), (), self.plan.compile)
+            rows[:, t] = run(self.finish, (x[:, t], a[:, t]), (), self.plan.compile)
         if self.keeping:
             checkpoint.store.settle()
             self.checkpoint = checkpoint
-        return y.view(shape)
+        return y
 
     def _checkpoint(self, x: Tensor) -> "Checkpoint":
         shared = self.planned.shared
@@ -205,18 +186,19 @@ class _Call:
         if self.checkpoint is None:
             raise RuntimeError("a planned layer's backward runs once: what it kept is gone")
         checkpoint, self.checkpoint = self.checkpoint, None
-        shape, dx, gradients = dy.shape, self._rows(dy.contiguous()), Gradients()
+        whole, gradients = dy.contiguous(), Gradients()
+        dx = self._rows(whole)
         with self.around():
             checkpoint.fetch()
             if self.keep == "attention":
                 a, lses = checkpoint.attention, checkpoint.lses()
             else:
-                whole, lses = self._attend(checkpoint.x(None))
-                a = lambda rows: whole  # noqa: E731
+                again, lses = self._attend(checkpoint.x(None))
+                a = lambda rows: again  # noqa: E731
             da = self._finish_backward(dx, checkpoint.x, a, gradients)
             self._attention_backward(dx, da, checkpoint.x(None), a(None), lses, gradients)
         checkpoint.release()
-        return dx.view(shape), gradients.of(trainable(self.planned.layer))
+        return whole, gradients.of(self.weights)
 
     def _finish_backward(self, dx: Tensor, x, a, gradients: Gradients) -> Tensor:
         """dx holds dy and becomes the part of dx that does not pass through attention; returns da."""
@@ -303,43 +285,3 @@ class _Call:
     def _rows(self, tensor: Tensor) -> Tensor:
         """`[B, S, ...] -> [1, N, ...]`"""
         return tensor.reshape(1, -1, *tensor.shape[2:])
-
-
-class Checkpoint:
-    """What a planned layer keeps from its forward to its backward, in the tier of its plan."""
-
-    def __init__(self, planned: PlannedLayer, x: Tensor, tile: int):
-        self.plan, self.tier, self.tile = planned.plan, planned.how.tier, tile
-        self.store = planned.shared.store(x.device)
-        self.previous, planned.shared.newest = planned.shared.newest, weakref.ref(self)
-        self.kept: list[Kept] = []
-        self._keep(x, tile)
-
-    def add_attention(self, a: Tensor, lses: list[Tensor]) -> None:
-        self._keep(a[0], self.tile)
-        for lse in lses:
-            self._keep(lse.contiguous(), len(lse), exact=True)
-
-    def _keep(self, tensor: Tensor, chunk: int, exact: bool = False) -> None:
-        self.kept.append(self.store.keep(tensor, self.tier, chunk, exact=exact))
-
-    def fetch(self) -> None:
-        """Start the way back; with prefetch, that of the checkpoint before as well."""
-        self.store.fetch(*self.kept)
-        previous = self.previous()
-        if self.plan.prefetch and previous is not None:
-            self.store.fetch(*previous.kept)
-
-    def x(self, stop: int | None) -> Tensor:
-        """`[1, N, E]`, of which rows before `stop` have arrived (None: all)."""
-        return self.kept[0].tensor(stop)[None]
-
-    def attention(self, stop: int | None) -> Tensor:
-        return self.kept[1].tensor(stop)[None]
-
-    def lses(self) -> list[Tensor]:
-        return [kept.tensor() for kept in self.kept[2:]]
-
-    def release(self) -> None:
-        for kept in self.kept:
-            kept.release()

@@ -73,7 +73,7 @@ class GivenAttention(nn.Module):
 
 def twin(module: nn.Module, **changes) -> nn.Module:
     """A module of the same class, attributes, children and parameters, without hooks, but for `changes`."""
-    made = type(module).__new__(type(module))
+    made = object.__new__(type(module))  # FSDP2 gives its classes a `__new__` that calls `__init__`
     nn.Module.__init__(made)
     hooks = {name for name in vars(made) if "hook" in name}
     vars(made).update({n: v for n, v in vars(module).items() if n not in hooks and n not in ("forward", "_modules")})

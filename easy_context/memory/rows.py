@@ -10,7 +10,6 @@ DeepSpeed ZeRO-3 the module is a leaf, whose weights are gathered once per pass 
 ALST's TiledMLP, https://arxiv.org/abs/2506.13996.
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 
 from ..fusion import compiled, why_no_triton
 from . import phases
+from .gradients import Gradients
+from .leaf import gather_whole
 
 
 def tile_rows(module: nn.Module, tile_size: int = 16384, compile: bool | None = None) -> None:
@@ -38,22 +39,13 @@ def tile_rows(module: nn.Module, tile_size: int = 16384, compile: bool | None = 
     gather_whole(module)
 
 
-def gather_whole(module: nn.Module) -> None:
-    """Under DeepSpeed ZeRO-3, gather all weights of `module` together whenever it is called (a leaf module)."""
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled():
-        from deepspeed.utils import set_z3_leaf_module
-
-        set_z3_leaf_module(module, True)
-
-
 class TiledRows:
     """The forward of a tiled module."""
 
     def __init__(self, module: nn.Module, tile_size: int, compile: bool | None):
         self.module, self.tile_size, self.compile = module, tile_size, compile
 
+    @torch.compiler.disable
     def __call__(self, x: Tensor) -> Tensor:
         refuse_dropout(self.module)
         return _Tiled.apply(self, x, *trainable(self.module))
@@ -62,12 +54,15 @@ class TiledRows:
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, how: TiledRows, x: Tensor, *weights):
-        half = phases.twin(how.module)
-        rows = x.reshape(-1, x.shape[-1])
-        parts = [_own(half, rows[None, t], how)[0] for t in tiles(len(rows), how.tile_size)]
-        ctx.how, ctx.around = how, autocast_of(x.device)
+        half, rows, y = phases.twin(how.module), x.reshape(-1, x.shape[-1]), None
+        for t in tiles(len(rows), how.tile_size):
+            part = run(half, (rows[None, t],), (), how.compile)
+            if y is None:
+                y = part.new_empty(*x.shape[:-1], part.shape[-1])
+            y.view(len(rows), -1)[t] = part
+        ctx.how, ctx.weights, ctx.around = how, trainable(how.module), autocast_of(x.device)
         ctx.save_for_backward(x)
-        return torch.cat(parts).view(*x.shape[:-1], -1)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -75,39 +70,13 @@ class _Tiled(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         half = phases.twin(ctx.how.module)
         rows, gradient = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx, sums = torch.empty_like(rows), Gradients()
+        dx, sums = x.new_empty(x.shape), Gradients()  # no view: the layer before may write over it
+        by_row = dx.view(rows.shape)
         with ctx.around():
             for t in tiles(len(rows), ctx.how.tile_size):
-                (dx[t],), found = pull_back(half, (rows[None, t],), (), gradient[None, t], ctx.how.compile)
+                (by_row[t],), found = pull_back(half, (rows[None, t],), (), gradient[None, t], ctx.how.compile)
                 sums.add(found)
-        return None, dx.view(x.shape), *sums.of(trainable(ctx.how.module))
-
-
-def _own(half: nn.Module, rows: Tensor, how: TiledRows) -> Tensor:
-    return run(half, (rows,), (), how.compile)
-
-
-class Gradients:
-    """Sums of weights' gradients, in float32 or more."""
-
-    def __init__(self):
-        self.sums: dict[nn.Parameter, Tensor] = {}
-
-    def add(self, found: Iterable[tuple]) -> None:
-        """`(weight, rows of it, gradient of these rows)`, any number."""
-        for weight, rows, gradient in found:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            if weight in self.sums:
-                self.sums[weight][rows].add_(gradient)
-            elif gradient.shape == weight.shape:
-                self.sums[weight] = gradient.to(wide)
-            else:
-                self.sums[weight] = torch.zeros(weight.shape, dtype=wide, device=gradient.device)
-                self.sums[weight][rows] = gradient.to(wide)
-
-    def of(self, weights: list[nn.Parameter]) -> list[Tensor | None]:
-        """The sums, in the weights' dtypes, given away one by one."""
-        return [self.sums.pop(w).to(w.dtype) if w in self.sums else None for w in weights]
+        return None, dx, *sums.of(ctx.weights)
 
 
 ALL_ROWS = ...  # of a weight, whatever its shape

@@ -208,14 +208,15 @@ def test_the_saved_model_reloads(runs, launcher):
     assert not list(output.rglob("*.partial"))
 
 
-def test_lora_trains_adapters_alone_in_bf16_under_zero3(material, tmp_path):
+@pytest.mark.parametrize("plan", [{}, {"--keep": "attention:host", "--head-groups": 2, "--tile-size": 10}])
+def test_lora_trains_adapters_alone_in_bf16_under_zero3(material, tmp_path, plan):
     from peft import PeftModel
 
     output = tmp_path / "output"
     output.mkdir()
     (output / "model.safetensors").write_text("of an earlier run")
     flags = {"--lora": 4, "--dtype": "bf16", "--max-train-steps": 3, "--learning-rate": 1e-2, "--warmup-steps": 0}
-    records = finish("zero3", material, output, "--overwrite-output-dir", **flags)
+    records = finish("zero3", material, output, "--overwrite-output-dir", **flags, **plan)
     assert records[-1]["loss"] < records[0]["loss"]
     assert {f.name for f in output.glob("*.safetensors")} == {"adapter_model.safetensors"}
     base = AutoModelForCausalLM.from_pretrained(material / "model")

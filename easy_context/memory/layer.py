@@ -63,7 +63,6 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
         reason = phases.why_not(layer, plan.head_groups)
         if reason is not None:
             raise ValueError(reason)
-    phases.register_attention_functions()
     shared = PlannedModel(plan)
     for layer, how in zip(decoder.layers, plan.layers, strict=True):
         if how.keep != "everything":
@@ -101,11 +100,11 @@ class PlannedLayer:
     def __init__(self, layer: nn.Module, how: LayerPlan, shared: PlannedModel):
         self.layer, self.how, self.shared, self.plan = layer, how, shared, shared.plan
         self.names = list(inspect.signature(type(layer).forward).parameters)[2:]
-        self.told: dict[bool, dict] = {}  # by training or not: what the layer tells its attention function
+        self.told: dict[bool, tuple] = {}  # by training or not: what `check_structure` found
         shared.layers.append(self)
 
     @torch.compiler.disable
-    def __call__(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor]:
         kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if CONTEXT not in kwargs:
             raise ValueError("a memory plan needs the model patched: call apply_seq_parallel_monkey_patch first")
@@ -114,12 +113,13 @@ class PlannedLayer:
         refuse_checkpointing(self.layer)
         refuse_dropout(self.layer)
         call = _Call(self, hidden_states, kwargs)
-        return _Planned.apply(call, hidden_states, *call.weights)
+        y = _Planned.apply(call, hidden_states, *call.weights)
+        return (y,) if call.in_tuple else y
 
     def halves(self):
         return phases.Projections(self.layer, self.plan.head_groups), phases.Finish(self.layer)
 
-    def tell(self, x: Tensor, cos: Tensor, sin: Tensor, mask) -> dict:
+    def tell(self, x: Tensor, cos: Tensor, sin: Tensor, mask) -> tuple[dict, bool]:
         training = self.layer.training
         if training not in self.told:
             rows = slice(0, _CHECKED_ROWS)
@@ -153,7 +153,7 @@ class _Call:
         self.around = autocast_of(x.device)
         self.cos, self.sin = (self._rows(t.expand(self.batch, -1, -1)) for t in kwargs["position_embeddings"])
         self.projections, self.finish = planned.halves()
-        told = planned.tell(self._rows(x), self.cos, self.sin, kwargs.get("attention_mask"))
+        told, self.in_tuple = planned.tell(self._rows(x), self.cos, self.sin, kwargs.get("attention_mask"))
         self.mode, self.ctx = layer_context(kwargs, told, self.projections.head_size)
         self.mode.validate(self.ctx, self.projections.heads, self.projections.kv_heads)
         self.weights = trainable(planned.layer)

@@ -35,7 +35,7 @@ class Projections(nn.Module):
     def __init__(self, layer: nn.Module, groups: int):
         super().__init__()
         attention = layer.self_attn
-        self.attention = twin(attention, config=_with(attention.config, PACKS), o_proj=nn.Identity())
+        self.attention = twin(attention, config=_with(attention.config, PACKS, _pack), o_proj=nn.Identity())
         self.norm = getattr(layer, "input_layernorm", None) or nn.Identity()
         self.head_size = attention.head_dim
         self.heads = attention.config.num_attention_heads // groups
@@ -57,7 +57,8 @@ class Finish(nn.Module):
 
     def forward(self, x: Tensor, attention_output: Tensor) -> Tensor:
         given = {"position_embeddings": None, "attention_mask": None, "attention_output": attention_output}
-        return type(self.layer).forward(self.layer, x, **given)
+        y = type(self.layer).forward(self.layer, x, **given)
+        return y if isinstance(y, Tensor) else y[0]
 
 
 class GivenAttention(nn.Module):
@@ -86,19 +87,14 @@ def twin(module: nn.Module, **changes) -> nn.Module:
     return made
 
 
-def _with(config, attention_function: str):
-    """The configuration with another attention function; the original stays."""
-    changed = copy.copy(config)
-    changed._attn_implementation_internal = attention_function
-    return changed
-
-
-def register_attention_functions() -> None:
-    """Tell transformers about the two attention functions that attend to nothing."""
+def _with(config, name: str, function):
+    """The configuration with another attention function, which transformers learns by name; the original stays."""
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(PACKS, _pack)
-    AttentionInterface.register(FIRST, _first)
+    AttentionInterface.register(name, function)
+    changed = copy.copy(config)
+    changed._attn_implementation_internal = name
+    return changed
 
 
 def _pack(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **_):
@@ -136,17 +132,19 @@ def why_not(layer: nn.Module, groups: int) -> str | None:
     return None
 
 
-def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask) -> dict:
+def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask) -> tuple[dict, bool]:
     """Compare halves and layer on rows x `[1, T, E]` under the layer's mask; returns what the layer tells its
-    attention function.
+    attention function, and whether it returns y as the only item of a tuple.
 
     Raises:
         ValueError: a layer that is not what the halves make of it, or that asks of attention what cannot be had.
     """
-    attention = twin(layer.self_attn, config=_with(layer.self_attn.config, FIRST), told={})
+    attention = twin(layer.self_attn, config=_with(layer.self_attn.config, FIRST, _first), told={})
     whole = twin(layer, gradient_checkpointing=False, self_attn=attention)
     given = {"position_embeddings": (cos, sin), "attention_mask": mask}
     truth = type(layer).forward(whole, x, **given)
+    in_tuple = isinstance(truth, tuple) and len(truth) == 1
+    truth = truth[0] if in_tuple else truth
     q, _, _ = Projections(layer, 1)(x, cos, sin)
     made = Finish(layer)(x, q.flatten(2))
     if not isinstance(truth, Tensor) or (truth - made).norm() > 1e-2 * truth.norm():
@@ -154,7 +152,7 @@ def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask)
             f"{type(layer).__name__} is built in a way that a memory plan does not know: leave it out, and use "
             "gradient checkpointing instead"
         )
-    return attention.told
+    return attention.told, in_tuple
 
 
 def call(half: nn.Module, rows: tuple, extras: tuple, weights: dict):

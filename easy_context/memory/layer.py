@@ -50,7 +50,7 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
 
     Raises:
         ValueError: a plan of another number of layers, gradient checkpointing enabled at the same time, or layers
-            whose structure, head groups or dropout a plan cannot honour.
+            whose structure, head groups or dropout a plan cannot honour; under ZeRO-3, a model prepared already.
         MemoryError, OSError: (in a forward) when host memory or disk do not suffice for what the plan keeps there.
     """
     decoder = _planned_decoder(model)

@@ -7,6 +7,7 @@ Its soft cap uses the hardware's approximate tanh (relative error 2^-11).
 """
 
 import functools
+import threading
 
 import torch
 
@@ -14,6 +15,7 @@ from .base import HALVES, Kernel, must_be_deterministic, unless_nvidia
 from .packed import Packed
 
 HEAD_SIZES = (64, 96, 128)
+_one_at_a_time = threading.Lock()  # a call may compile, which the DSL does in state that threads share
 
 
 class FlashAttn4(Kernel):
@@ -47,7 +49,7 @@ class FlashAttn4(Kernel):
         from flash_attn.cute.interface import _flash_attn_fwd
 
         packed = Packed.of(q, k, variant.borders)
-        with torch.cuda.device(q.device):  # it compiles for, and launches on, the current device
+        with _one_at_a_time, torch.cuda.device(q.device):  # it compiles for, and launches on, the current device
             out, lse, *_ = _flash_attn_fwd(
                 *packed.fold(q, k, v), softmax_scale=scale, return_lse=True, **_arguments(variant, packed)
             )
@@ -57,7 +59,7 @@ class FlashAttn4(Kernel):
         from flash_attn.cute.interface import _flash_attn_bwd
 
         packed = Packed.of(q, k, variant.borders)
-        with torch.cuda.device(q.device):
+        with _one_at_a_time, torch.cuda.device(q.device):
             grads = _flash_attn_bwd(
                 *(*packed.fold(q, k, v, out, dout), packed.fold_lse(lse)),
                 softmax_scale=scale,

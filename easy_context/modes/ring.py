@@ -6,10 +6,10 @@ https://arxiv.org/abs/2310.01889). In the backward keys and values travel once m
 follow it around the ring in float32, every rank adding its share, until they are back home.
 
 Sent per rank and layer, N ranks, `kv` = 2 * B * S/N * H_kv * D elements, k and v in one message: forward N-1 messages
-of kv * itemsize bytes; backward the same, plus N messages of kv * 4 bytes for the gradients. What hides them: a step's
-compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that under a causal mask), 2.5 times as many in the backward; it grows
-with the square of the shard, the bytes grow linearly. Only the gradients' last message has nothing left to hide
-behind. Held besides the shards: two kv that alternate, in the backward two in float32 besides.
+of kv * itemsize bytes; backward the same, plus N-1 messages of kv * 4 bytes and one of kv * itemsize for the gradients.
+What hides them: a step's compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that under a causal mask), 2.5 times as many in
+the backward; it grows with the square of the shard, the bytes grow linearly. Only the gradients' last message has
+nothing left to hide behind. Held besides the shards: two kv that alternate, in the backward two in float32 besides.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
     batch, length, kv_heads, head_size = k.shape
     grads, arriving = (k.new_empty(batch, length, 2 * kv_heads, head_size, dtype=lse.dtype) for _ in range(2))
     pending = None
-    for step, held in zip(blocks, _passing(comm, k, v), strict=True):
+    for number, (step, held) in enumerate(zip(blocks, _passing(comm, k, v), strict=True)):
         parts = attend_backward(dout, q, *held, out, lse, step, ctx.scores)
         if pending is not None:  # the other ranks' share of this shard's gradient arrives behind the shard
             pending.wait()
@@ -76,9 +76,12 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
         if pending is None:
             for room, own in zip(grads.chunk(2, dim=2), (dk, dv), strict=True):
                 room.copy_(own.total)
+        if number + 1 == comm.size:  # complete: it goes home in the dtype in which it is returned
+            grads = grads.to(k.dtype)
+            arriving = torch.empty_like(grads)
         pending = pass_on(comm, grads, arriving)
     pending.wait()
-    return dq.result(), *(grad.to(k.dtype) for grad in arriving.chunk(2, dim=2))
+    return dq.result(), *arriving.chunk(2, dim=2)
 
 
 def _blocks_by_step(ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> list[list[Block]]:

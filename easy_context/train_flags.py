@@ -11,7 +11,7 @@ from .dataset import PACKINGS
 from .engine import StepSettings, check_deepspeed_file
 from .mesh import split_degrees
 from .modes import available_modes
-from .planner.units import size
+from .planner.flags import size
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -83,13 +83,16 @@ def check(args: argparse.Namespace, world_size: int) -> str:
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 1")
     if args.resume is not None and args.overwrite_output_dir:
         raise ValueError("--resume needs what --overwrite-output-dir removes: give one of them")
-    if args.keep is None:
-        unused = {"head_groups": 1, "tile_size": 16384, "prefetch": False, "compress": None, "disk": None}
-        given = [f"--{flag.replace('_', '-')}" for flag, default in unused.items() if getattr(args, flag) != default]
-        if given and args.parallel_mode != "auto":
-            raise ValueError(
-                f"{', '.join(given)} are settings of a memory plan: give --keep as well, such as --keep auto"
-            )
+    settings = {"head_groups": 1, "tile_size": 16384, "prefetch": False, "compress": None, "disk": None}
+    given = [name for name, default in settings.items() if getattr(args, name) != default]
+    if "auto" in (args.parallel_mode, args.keep) and args.keep in (None, "auto"):
+        given, instead = [name for name in given if name not in ("compress", "disk")], "the planner chooses: leave out"
+    elif args.keep is None:
+        instead = "a memory plan needs --keep, such as --keep auto, with"
+    else:
+        given = []
+    if given:
+        raise ValueError(f"{instead} {', '.join('--' + name.replace('_', '-') for name in given)}")
     if args.parallel_mode == "data_parallel":
         args.seq_parallel_size = args.seq_parallel_size or 1
         if args.seq_parallel_size > 1:

@@ -15,6 +15,7 @@ from harness import error, spawn
 from easy_context.attention import sequence_parallel_attention
 from easy_context.layout import Layout
 from easy_context.mesh import init_seq_parallel, reset_mesh
+from easy_context.planner.exchange import Shard
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--seq-length", "512", "--heads", "4", "--kv-heads", "2", "--head-size", "16", "--dtype", "fp32"]
@@ -91,13 +92,10 @@ def test_timeline_of_a_gpu(benchmarks):
 @pytest.mark.parametrize("world, ring", [(4, 2), (8, 2), (5, 5)])
 def test_bytes_are_those_that_the_modes_send(benchmarks, world, ring):
     """The bytes behind the limit, against what a virtual world counts; the schedule's are those of its busiest rank."""
-    group, workload = benchmarks("virtual_group"), benchmarks("workload")
-    work = workload.Workload(80 * world, 16, 8, 16, torch.float32)
-    ulysses = world // ring
-    pair, grads = workload.bytes_of_ring(work, world, True)
-    schedule = [workload.bytes_of_schedule(work, world, backward) for backward in (False, True)]
-    heads = sum(workload.bytes_of_heads(work, world, world))
-    inner = sum(workload.bytes_of_heads(work, world, ulysses))
+    group, shard = benchmarks("virtual_group"), Shard(80, 16, 8, 16, itemsize=4)
+    pair, grads = shard.of_ring()
+    schedule = [shard.of_schedule(world, backward) for backward in (False, True)]
+    heads, inner = sum(shard.of_heads(world)), sum(shard.of_heads(world // ring))
     expected = {
         "zigzag_ring_attn": ((world - 1) * pair, (world - 1) * pair + world * grads),
         "ulysses_attn": (heads, heads),

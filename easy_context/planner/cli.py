@@ -3,10 +3,10 @@
 import argparse
 import sys
 
+from .flags import size, tokens
 from .hardware import HARDWARE
 from .planning import plan
 from .setting import ENGINES
-from .units import size, tokens
 
 
 def parser() -> argparse.ArgumentParser:

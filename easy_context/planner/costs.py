@@ -30,19 +30,16 @@ class Costs:
     gpu_adam_bytes: float = 40  # per parameter: gradients three times, two states and the master there and back
 
     # --- GPU memory -------------------------------------------------------------------------------------------------
-    # Whole tensors [rows, E] in a layer's backward beside its input and attention output: gradients of output and
-    # attention output.
-    backward_hidden: float = 2
-    attention_hidden: float = 0  # further ones while attention's backward runs
     forward_tile: tuple[float, float] = (4, 3.5)  # (E, M) of the tile at work
-    backward_tile: tuple[float, float] = (6, 6.5)
-    project_tile: float = 4  # E
-    loss_tile: float = 2 * 2**30  # bytes: logits and their gradient
+    # M: gate, up, their product and the gradients of all three.
+    backward_tile: tuple[float, float] = (6, 6)
+    # Tiles of bf16 logits: logits, their gradient, and the gradient of the tile before until it is replaced.
+    loss_tiles: float = 3
     attention_workspace: float = 4  # bytes per element of q: the kernel's float32 sum of dq
     # What autograd saves of an ordinary layer: (E, M, q + k + v + attention output).
     everything: tuple[float, float, float] = (8, 4, 1)
     everything_backward: tuple[float, float] = (4, 3)  # (E, M), of all rows at once
-    workspace: float = 0.3 * GIB  # products' own buffers and what a step leaves behind
+    workspace: float = 0.05 * GIB  # cuBLAS's 32 MiB, scalars
     live_parameters: float = 1e9  # stage3_max_live_parameters
     context: float = 0.6 * GIB  # the driver's, not seen by torch
     communicator: float = 1.0 * GIB  # NCCL's buffers
@@ -54,8 +51,5 @@ class Costs:
 
 # The executor as it is.
 COSTS = Costs()
-# The hand-written stack that was measured first: it keeps the normalized input and its gradient whole, and takes
-# smaller tiles of the loss.
-CALIBRATION = Costs(attention_hidden=2, loss_tile=1.5 * 2**30)
 # transformers' own layers under gradient checkpointing: no fusion; no tiles, hence larger products.
 ORDINARY_LAYERS = Costs(matmul_share=0.92)

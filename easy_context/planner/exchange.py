@@ -1,91 +1,128 @@
-"""Seconds of a layer's exchange that computing cannot hide, for each mode of sequence parallelism.
+"""What a layer's exchange adds to its computation, for each mode of sequence parallelism: bytes, and the seconds that
+computing cannot hide.
 
 A ring step computes while the next keys and values are on their way: only what takes longer than the computation
 shows, and in the backward the last gradients' way home. Ulysses' all-to-alls come before and after attention, so all
 of them show. Head groups exchange one after the other, in messages that many times smaller.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
 from easy_context.modes.dist_flash_attn import schedule
+from easy_context.modes.ulysses_attn import deal_heads
 
-from .setting import BF16, Setting
+from .setting import Setting
 
-WIDE = 4  # partial results and gradients of keys and values travel in float32
+Link = Callable[[float, int], float]  # bytes of a message, ranks among whom it goes around -> seconds
 
 
-def seconds(setting: Setting, groups: int, computed: float, *, backward: bool, again: bool) -> float:
-    """Of one layer on one rank, forward or backward, where its attention computes `computed` seconds.
+@dataclass(frozen=True)
+class Shard:
+    """What one of the ranks that share a sequence holds of it: `rows` tokens of all heads."""
+
+    rows: float
+    heads: int
+    kv_heads: int
+    head_size: int
+    itemsize: int = 2
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of partial results and of gradients of keys and values."""
+        return max(4, self.itemsize)
+
+    def of_ring(self, ulysses: int = 1) -> tuple[float, float]:
+        """Of a step: keys and values, and their gradients. In USP of more tokens, and as many fewer heads."""
+        elements = 2 * self.rows * self.head_size * max(self.kv_heads, ulysses)
+        return elements * self.itemsize, elements * self.wide
+
+    def of_heads(self, ranks: int) -> tuple[float, float]:
+        """What the first rank sends in the all-to-all of q, k and v, and in that of the output."""
+        element = self.rows * self.head_size * self.itemsize
+        (((first, last), _), *others) = deal_heads(self.heads, self.kv_heads, ranks)
+        q = sum(end - start for (start, end), _ in others)
+        kv = sum(end - start for _, (start, end) in others)
+        return element * (q + 2 * kv), element * (last - first) * (ranks - 1)
+
+    def of_schedule(self, world: int, backward: bool) -> tuple[list[float], list[float]]:
+        """Per step, the most that a rank sends for others to compute, and the most that a rank sends back."""
+        q, lse = self.rows * self.heads * self.head_size, self.rows * self.heads
+        kv = 2 * self.rows * self.kv_heads * self.head_size
+        fetched, given = [], []
+        for step in _messages(world):
+            sent, back = [0.0], [0.0]
+            for part, keys in step:
+                if keys:
+                    sent.append(kv * self.itemsize)
+                    back.append(kv * self.wide * backward)
+                else:
+                    sent.append(part * (q * self.itemsize * (3 if backward else 1) + lse * self.wide * backward))
+                    back.append(part * (q * self.wide if backward else q * self.itemsize + lse * self.wide))
+            fetched.append(max(sent))
+            given.append(max(back))
+        return fetched, given
+
+
+@cache
+def _messages(world: int) -> list[set[tuple[float, bool]]]:
+    """dist_flash_attn's, by step: the share of a rank's queries that a task has, and whether keys travel to them."""
+    return [
+        {(1 if t.half is None else 0.5, t.query == t.worker) for t in step if t.worker != t.supplier}
+        for step in schedule(world)
+    ]
+
+
+def exposed(
+    mode: str, shard: Shard, world: int, ring: int, computed: float, link: Link, *, backward: bool, again: bool = False
+) -> float:
+    """Seconds, forward or backward, that a rank waits which computes for `computed` seconds.
 
     `again`: the backward also brings q, k, v and out back into the arrangement of the mode (`Mode.restore`)."""
-    if setting.sp_size == 1:
+    if mode == "dist_flash_attn":
+        return _scheduled(shard, world, computed, link, backward)
+    return _heads(shard, world // ring, link, backward and again) + _ring(shard, world, ring, computed, link, backward)
+
+
+def _ring(shard: Shard, world: int, ring: int, computed: float, link: Link, backward: bool) -> float:
+    if ring == 1:
         return 0.0
-    ring, share = setting.ring, computed / groups
-    heads = _all_to_all(setting, groups, backward, again) if setting.ulysses > 1 else 0.0
-    if setting.mode == "dist_flash_attn":
-        return groups * (heads + _scheduled(setting, groups, share, backward))
-    return groups * (heads + (_ring(setting, groups, share, backward) if ring > 1 else 0.0))
-
-
-def _elements(setting: Setting, groups: int) -> tuple[float, float]:
-    """Of a group's q, and of its k and v together, that a rank holds of its own tokens."""
-    s = setting.shape
-    q = setting.rows * s.attention_size / groups
-    return q, 2 * setting.rows * s.kv_heads * s.head_size / min(groups, s.kv_heads)
-
-
-def _ring(setting: Setting, groups: int, computed: float, backward: bool) -> float:
-    """A rank of a ring within USP holds `ulysses` times the tokens of as many times fewer heads."""
-    pair = _elements(setting, groups)[1] * max(
-        1.0, setting.ulysses / setting.shape.kv_heads * min(groups, setting.shape.kv_heads)
-    )
-    step, ring = computed / setting.ring, setting.ring
-    crosses = setting.sp_size > setting.gpus_per_node
-    message = {size: setting.hardware.message(size, crosses_nodes=crosses) for size in (pair * BF16, pair * WIDE)}
-    keys, grads = message[pair * BF16], message[pair * WIDE]
+    pair, grads = shard.of_ring(world // ring)
+    keys, both, home, step = link(pair, world), link(pair + grads, world), link(grads, world), computed / ring
     if not backward:
         return (ring - 1) * max(0.0, keys - step)
-    both = setting.hardware.message(pair * (BF16 + WIDE), crosses_nodes=crosses)
-    return max(0.0, keys - step) + (ring - 2) * max(0.0, both - step) + max(0.0, grads - step) + grads
+    return max(0.0, keys - step) + (ring - 2) * max(0.0, both - step) + max(0.0, home - step) + home
 
 
-def _all_to_all(setting: Setting, groups: int, backward: bool, again: bool) -> float:
-    """q, k, v there and out back; backward dout there and dq, dk, dv back, and before that q, k, v, out again."""
-    q, kv = _elements(setting, groups)
-    ranks = setting.ulysses
-    kv *= max(
-        1.0, ranks * min(groups, setting.shape.kv_heads) / setting.shape.kv_heads
-    )  # a KV head for each of its users
-    leaves = (ranks - 1) / ranks * BF16
-    crosses = ranks > setting.gpus_per_node
-
-    def way(elements: float) -> float:
-        return setting.hardware.message(elements * leaves, crosses_nodes=crosses)
-
-    return way(q + kv) + way(q) + (way(2 * q + kv) if backward and again else 0.0)
+def _heads(shard: Shard, ranks: int, link: Link, again: bool) -> float:
+    """q, k, v there and out back; backward dout there and dq, dk, dv back."""
+    if ranks == 1:
+        return 0.0
+    there, back = shard.of_heads(ranks)
+    return link(there, ranks) + link(back, ranks) + (link(there + back, ranks) if again else 0.0)
 
 
-def _scheduled(setting: Setting, groups: int, computed: float, backward: bool) -> float:
+def _scheduled(shard: Shard, world: int, computed: float, link: Link, backward: bool) -> float:
     """While a step computes, what the next one needs and what the previous one produced are on their way."""
-    q, kv = _elements(setting, groups)
-    lse = q / setting.shape.head_size
-    world, total = setting.sp_size, 0.0
-    crosses = world > setting.gpus_per_node
-    fetched, given = [], []
-    for step in schedule(world):
-        sent, back = [0.0], [0.0]
-        for task in step:
-            if task.worker == task.supplier:
-                continue
-            part = 1 if task.half is None else 0.5
-            if task.query == task.worker:
-                sent.append(kv * BF16)
-                back.append(kv * WIDE * backward)
-            else:
-                sent.append(part * (q * BF16 * (3 if backward else 1) + lse * WIDE * backward))
-                back.append(part * (q * WIDE if backward else q * BF16 + lse * WIDE))
-        fetched.append(max(sent))
-        given.append(max(back))
+    fetched, given = shard.of_schedule(world, backward)
+    total = link(given[-1], world)
     for step in range(len(fetched)):
         share = 2 if 0 < step < world / 2 else 1  # the own block is half masked, the last one shared
         travelling = (fetched[step + 1] if step + 1 < len(fetched) else 0) + (given[step - 1] if step else 0)
-        total += max(0.0, setting.hardware.message(travelling, crosses_nodes=crosses) - computed * share / world)
-    return total + setting.hardware.message(given[-1], crosses_nodes=crosses)
+        total += max(0.0, link(travelling, world) - computed * share / world)
+    return total
+
+
+def seconds(setting: Setting, groups: int, computed: float, *, backward: bool, again: bool) -> float:
+    """Of one layer on one rank, whose attention computes for `computed` seconds in `groups` of heads."""
+    if setting.sp_size == 1:
+        return 0.0
+    s = setting.shape
+    shard = Shard(setting.rows, s.heads // groups, max(1, s.kv_heads // groups), s.head_size)
+
+    def link(size: float, ranks: int) -> float:
+        return setting.hardware.message(size, crosses_nodes=ranks > setting.gpus_per_node)
+
+    how = {"backward": backward, "again": again}
+    return groups * exposed(setting.mode, shard, setting.sp_size, setting.ring, computed / groups, link, **how)

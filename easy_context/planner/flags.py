@@ -1,15 +1,42 @@
-"""A plan as flags of train.py, and the flag that says what each layer keeps.
+"""Command lines: sizes and lengths as people write them, what each layer keeps, and a plan as flags of train.py.
 
 --keep attention:host                        every layer
 --keep 28xattention:host,4xeverything:gpu    from the first layer to the last
 """
 
+import argparse
 import re
 from itertools import groupby
 
-from easy_context.memory.plan import LayerPlan, MemoryPlan
+from easy_context.memory.plan import LayerPlan
 
+_BYTES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_TOKENS = {"": 1, "K": 2**10, "M": 2**20}
 _RUN = re.compile(r"(?:(\d+)x)?([a-z]+):([a-z]+)")
+
+
+def size(text: str) -> float:
+    """Bytes: 80GB, 64GiB, 1TB, 512e9."""
+    return _number(text, r"([\d.e+]+)\s*([KMGT]?I?)B?", _BYTES, "a size such as 80GB or 64GiB")
+
+
+def tokens(text: str) -> int:
+    """Tokens: 131072, 128K (x 1024), 1M (x 1024 x 1024)."""
+    return int(_number(text, r"([\d.]+)\s*([KM]?)", _TOKENS, "a number of tokens such as 131072, 128K or 1M"))
+
+
+def _number(text: str, form: str, units: dict, wanted: str) -> float:
+    found = re.fullmatch(form, text.strip().replace(",", ""), re.IGNORECASE)
+    try:
+        return float(found[1]) * units[found[2].upper()]
+    except (TypeError, ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+
+
+def _text(bytes_: float) -> str:
+    """The inverse of `size`, to a byte."""
+    unit = next((unit for unit in ("TI", "GI", "T", "G") if bytes_ % _BYTES[unit] == 0), "")
+    return f"{bytes_ / _BYTES[unit]:.0f}{unit.replace('I', 'i')}B"
 
 
 def keep_flag(layers: tuple[LayerPlan, ...]) -> str:
@@ -36,21 +63,22 @@ def parse_keep(text: str, num_layers: int) -> tuple[LayerPlan, ...]:
     return tuple(layers)
 
 
-def memory_flags(plan: MemoryPlan) -> list[str]:
-    flags = ["--keep", keep_flag(plan.layers), "--head-groups", str(plan.head_groups)]
-    flags += ["--tile-size", str(plan.tile_size)]
-    flags += ["--prefetch"] if plan.prefetch else []
-    flags += ["--compress", plan.compress] if plan.compress else []
-    flags += ["--disk", plan.disk] if plan.disk and any(layer.tier == "disk" for layer in plan.layers) else []
-    return flags
-
-
-def train_flags(plan) -> list[str]:
-    """Of a `Plan`; what train.py has to be told beside model, data and optimization."""
-    setting = plan.setting
-    flags = ["--seq-length", str(setting.seq_length), "--batch-size", str(setting.batch_size)]
-    flags += ["--parallel_mode", plan.mode]
-    flags += ["--seq-parallel-size", str(plan.seq_parallel_size)] if setting.gpus > 1 else []
-    flags += ["--ring_degree", str(plan.ring_degree)] if plan.ring_degree else []
-    flags += ["--lora", str(setting.lora)] if setting.lora else []
-    return flags + memory_flags(plan.memory_plan)
+def flags_of(plan) -> list[str]:
+    """What train.py has to be told of a `Plan`, beside model, data and optimization."""
+    setting, how = plan.setting, plan.memory_plan
+    flags = {
+        "--seq-length": setting.seq_length,
+        "--batch-size": setting.batch_size,
+        "--parallel_mode": plan.mode,
+        "--seq-parallel-size": plan.seq_parallel_size if setting.gpus > 1 else None,
+        "--ring_degree": plan.ring_degree,
+        "--lora": setting.lora,
+        "--keep": keep_flag(how.layers),
+        "--head-groups": how.head_groups,
+        "--tile-size": how.tile_size,
+        "--compress": how.compress,
+        "--disk": how.disk,
+        "--host-memory": None if plan.limits.host is None else _text(plan.limits.host),
+    }
+    told = [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
+    return told + ["--prefetch"] * how.prefetch

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from easy_context.memory.plan import LayerPlan
+from easy_context.memory.tiled_loss import TILE_BYTES_CUDA
 
 from .setting import BF16, Setting
 
@@ -108,7 +109,7 @@ def _forward(setting: Setting, layer: LayerPlan) -> Iterator[tuple[str, dict[str
 
 def _backward(setting: Setting, layer: LayerPlan) -> Iterator[tuple[str, dict[str, float]]]:
     s, n, c = setting.shape, setting.rows, setting.costs
-    gradients = n * BF16 * s.hidden * (c.backward_hidden - 1) + n * BF16 * s.attention_size
+    gradients = n * BF16 * (s.hidden + s.attention_size)
     if layer.keep == "everything":
         transient = n * BF16 * (c.everything_backward[0] * s.hidden + c.everything_backward[1] * s.intermediate)
         yield "backward rows", {"hidden states": gradients, "tiles": transient}
@@ -124,10 +125,8 @@ def _backward(setting: Setting, layer: LayerPlan) -> Iterator[tuple[str, dict[st
     tile = setting.tile * BF16 * (c.backward_tile[0] * s.hidden + c.backward_tile[1] * s.intermediate)
     sums = 4 * s.finish_weights + 4 * s.down_weights if trained else 0  # and the largest product that is added
     yield "backward rows", {**hidden, "tiles": tile, "layer gradients": sums}
-    hidden = {"hidden states": gradients + came_back + c.attention_hidden * n * s.hidden * BF16}
-    tile = setting.tile * BF16 * c.project_tile * s.hidden
     sums = 4 * s.layer_weights if trained else 0
-    yield "backward attention", {**hidden, **_attention(setting, layer, True), "tiles": tile, "layer gradients": sums}
+    yield "backward attention", {**hidden, **_attention(setting, layer, backward=True), "layer gradients": sums}
 
 
 def _loss(setting: Setting) -> dict[str, float]:
@@ -135,8 +134,8 @@ def _loss(setting: Setting) -> dict[str, float]:
     states = 3 * setting.rows * s.hidden * BF16  # before and after the last norm, and their gradient
     return {
         "hidden states": states,
-        "tiles": setting.costs.loss_tile,
-        "layer gradients": 8 * s.head_weights if setting.lora is None else 0,  # a sum, and what is added to it
+        "tiles": setting.costs.loss_tiles * BF16 * min(setting.rows * s.vocab, TILE_BYTES_CUDA // 4),
+        "layer gradients": 4 * s.head_weights if setting.lora is None else 0,
     }
 
 

@@ -10,10 +10,13 @@ from easy_context.memory.plan import MemoryPlan
 
 from .hardware import Hardware, find_hardware
 from .memory import Phase, disk_bytes, host_items, peak, phases
-from .search import EQUAL, Limits, best, fullness, longest, thriftiest
+from .search import EQUAL, Limits, best, feasible, last, longest, thriftiest
 from .setting import ENGINES, Setting
 from .shape import ModelShape
 from .timing import Time, step_time
+
+GIB = 2**30
+LARGEST_GPU, LARGEST_HOST = 288, 8192  # GiB; nobody has more
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def plan(
     ring_degree: int | None = None,
     compress: str | None = None,
 ) -> Plan:
-    """The fastest setting that fits.
+    """The fastest setting that fits; of equally fast ones the one with which the longest sequence would.
 
     Args:
         model: short name (`known_models`), `config.json`, directory, hub name, configuration, model or `ModelShape`.
@@ -141,11 +144,12 @@ def plan(
     if gpus % nodes:
         raise ValueError(f"{gpus} GPUs do not divide among {nodes} nodes: choose another --nodes")
     shape = ModelShape.of(model)
+    a_process = host_memory and int(host_memory * nodes / gpus)
     start = Setting(
         shape=shape,
         hardware=find_hardware(gpu) if isinstance(gpu, str) else gpu,
         seq_length=seq_length,
-        plan=MemoryPlan.uniform(shape.layers, compress=compress, disk=disk),
+        plan=MemoryPlan.uniform(shape.layers, compress=compress, disk=disk, host_memory=a_process),
         gpus=gpus,
         nodes=nodes,
         batch_size=batch_size,
@@ -166,7 +170,7 @@ def plan(
         raise ValueError(_why_not(splits, limits))
     found.sort(key=lambda p: -p.tokens_per_second)
     equal = [p for p in found if p.tokens_per_second * EQUAL >= found[0].tokens_per_second]
-    return replace(min(equal, key=lambda p: fullness(p.setting, limits)), alternatives=tuple(found))
+    return replace(max(equal, key=lambda p: p.longest), alternatives=tuple(found))
 
 
 def _splits(start: Setting, mode: str | None = None, ring_degree: int | None = None) -> Iterator[Setting]:
@@ -186,33 +190,51 @@ def _splits(start: Setting, mode: str | None = None, ring_degree: int | None = N
 
 
 def _why_not(splits: list[Setting], limits: Limits) -> str:
-    """What runs out first, and the nearest setting that fits."""
+    """What runs out first, and the nearest settings that fit."""
     reach, split = max(((longest(s, limits), s) for s in splits), key=lambda found: (found[0], found[1].sp_size))
-    least = thriftiest(split)
-    gpu, host = peak(least), host_items(least)
-    if limits.host is not None and sum(host.values()) > limits.host:
-        tier, items, there = "host memory", host, limits.host
-        ways = [f"--host-memory {_gib(sum(host.values()))}GiB"]
-    else:
-        tier, items, there = f"GPU memory ({gpu})", gpu.items, split.usable
-        ways = [f"--gpu-memory {_gib(least.memory_for(gpu.total))}GiB"]
-    sums = zip(items, accumulate(items.values()), strict=True)
-    first = next((item for item, until in sums if until > there), "a copy of what is kept")
+    ways = _enough_memory(split, limits)
     if reach:
         ways.insert(0, f"--seq-length {reach} ({split.mode}, {split.sp_size} GPUs a sequence)")
     if more := _enough_gpus(split, limits):
         ways.append(f"--gpus {more.gpus} --nodes {more.nodes}")
-    if split.lora is None and best(replace(split, lora=16), limits):
+    if split.lora is None and feasible(replace(split, lora=16), limits):
         ways.append("--lora 16")
-    return (
-        f"{split.seq_length:,} tokens do not fit: {tier} runs out first, at {first}: "
-        f"{sum(items.values()) / 2**30:.1f} GiB needed, {there / 2**30:.1f} usable. "
-        f"Nearest that fits: {', or '.join(ways)}"
-    )
+    nearest = f"Nearest that fits: {', or '.join(ways)}" if ways else "Nothing near fits: take a smaller model"
+    return f"{split.seq_length:,} tokens do not fit: {_shortage(split, limits)}. {nearest}"
 
 
-def _gib(size: float) -> int:
-    return -int(-size // 2**30)
+def _shortage(split: Setting, limits: Limits) -> str:
+    """In the order of a run: what the host holds from the start, the GPU in the thriftiest step, what is kept."""
+    least = thriftiest(split)
+    on_gpu, on_host = peak(least), host_items(least)
+    states = sum(size for item, size in on_host.items() if item != "kept for backward")
+    if on_gpu.total > split.usable and (limits.host is None or states <= limits.host):
+        where, items, there = f"GPU memory ({on_gpu})", on_gpu.items, split.usable
+    else:
+        where, items, there = "host memory", on_host, limits.host
+    sums = zip(items, accumulate(items.values()), strict=True)
+    first = next((item for item, until in sums if until > there), "kept for backward")
+    needed = sum(items.values())
+    return f"{where} runs out first, at {first}: {needed / GIB:.1f} GiB needed, {there / GIB:.1f} usable"
+
+
+def _enough_memory(split: Setting, limits: Limits) -> list[str]:
+    """The least GPU or host memory that suffices; both where neither does alone."""
+
+    def gpu(limits: Limits) -> int:
+        short = last(lambda size: not feasible(replace(split, memory=size * GIB), limits), LARGEST_GPU)
+        return (short + 1) % (LARGEST_GPU + 1)
+
+    def host(split: Setting) -> int:
+        short = last(lambda size: not feasible(split, replace(limits, host=size * GIB)), LARGEST_HOST)
+        return (short + 1) % (LARGEST_HOST + 1)
+
+    ways = [f"--gpu-memory {size}GiB"] if (size := gpu(limits)) else []
+    if limits.host is not None and (size := host(split)):
+        ways.append(f"--host-memory {size}GiB")
+    if not ways and (size := gpu(replace(limits, host=None))) and (more := host(replace(split, memory=size * GIB))):
+        ways.append(f"--gpu-memory {size}GiB with --host-memory {more}GiB")
+    return ways
 
 
 def _enough_gpus(split: Setting, limits: Limits) -> Setting | None:
@@ -222,6 +244,6 @@ def _enough_gpus(split: Setting, limits: Limits) -> Setting | None:
         nodes = max(split.nodes, gpus // max(8, split.gpus_per_node))
         more = replace(split, gpus=gpus, nodes=nodes)
         for made in (m for m in _splits(more) if m.sp_size == gpus):
-            if best(made, limits):
+            if feasible(made, limits):
                 return made
     return None

@@ -5,7 +5,7 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from .flags import train_flags
+from .flags import flags_of
 from .planning import Plan
 from .timing import Time
 
@@ -30,7 +30,7 @@ def show(plan: Plan, console: Console) -> None:
     if furthest.longest > plan.longest:
         console.print(f"on any split: {furthest.longest:,} tokens ({_split(furthest)})")
     console.print("\ntrain.py flags:")
-    console.print("  " + " ".join(train_flags(plan)), soft_wrap=True, highlight=False)
+    console.print("  " + " ".join(flags_of(plan)), soft_wrap=True, highlight=False)
 
 
 def memory_table(plan: Plan) -> Table:

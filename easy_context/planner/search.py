@@ -1,73 +1,81 @@
 """The memory plan that fits and is fastest, for one split of the GPUs; the longest sequence that fits at all.
 
-Layers are filled from the top: those that are used first in the backward leave the GPU first. From the top down as
-many as possible keep everything; the others keep attention's output, in host memory, and on the GPU or the disk where
-the host is full; only what still does not fit keeps its input alone. Head groups, tile size and prefetch are tried in
-turn. All of it is arithmetic: thousands of plans a second.
+Layers keep attention's output, from the last one down: on the GPU as many as fit, for they are used first in the
+backward, then in host memory, then on the disk. Where that is not enough the first layers keep their input alone;
+where memory is left the last ones keep everything. Head groups, tile size and prefetch are tried in turn, from what
+costs nothing to what saves most. All of it is arithmetic: thousands of plans a second.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from easy_context.memory.plan import LayerPlan
 
-from .memory import disk_bytes, host_items, kept_bytes, peak
+from .memory import disk_bytes, host_items, peak
 from .setting import Setting
 from .timing import step_time
 
-TILES = (16384, 8192, 4096)  # the first costs next to nothing against larger ones
+TILES = (16384, 4096)  # the first costs next to nothing against larger ones
 STEP = 1024  # tokens a rank, to which the longest sequence is rounded down
-EQUAL = 1.01  # settings whose times differ less are equally fast: the one that leaves more memory is taken
+EQUAL = 1.02  # times that differ less are equal: no estimate is better
+MARGIN = 0.08  # of the memory of a GPU and of the host, left free where that costs no time
 LONGEST = 1 << 28  # tokens; nobody has asked for more
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a node: bytes of host memory and of disk that may be used; None is boundless, disk 0 is none."""
+    """Of a node: bytes of host memory and of disk that may be used; None is boundless, disk 0 is none. The margins are
+    shares of GPU and host memory to leave free."""
 
     host: float | None = None
     disk: float | None = 0.0
+    gpu_margin: float = 0.0
+    host_margin: float = 0.0
 
 
-def fits(setting: Setting, limits: Limits) -> bool:
-    if limits.host is not None and sum(host_items(setting).values()) > limits.host:
-        return False
-    if limits.disk is not None and disk_bytes(setting) > limits.disk:
-        return False
-    return peak(setting).total <= setting.usable
+def gpu_fits(setting: Setting, limits: Limits) -> bool:
+    return peak(setting).total <= setting.usable * (1 - limits.gpu_margin)
+
+
+def host_fits(setting: Setting, limits: Limits) -> bool:
+    return limits.host is None or sum(host_items(setting).values()) <= limits.host * (1 - limits.host_margin)
+
+
+def disk_fits(setting: Setting, limits: Limits) -> bool:
+    return limits.disk is None or disk_bytes(setting) <= limits.disk
 
 
 def best(setting: Setting, limits: Limits) -> Setting | None:
-    """`setting` with the fastest memory plan that fits; None where none does. Keeps what its plan says of compression,
-    disk and host memory."""
-    timed = [(step_time(made).total, made) for made in _candidates(setting, limits)]
-    fastest = min((seconds for seconds, _ in timed), default=0.0)
-    return min((m for t, m in timed if t <= EQUAL * fastest), key=lambda m: fullness(m, limits), default=None)
-
-
-def fullness(setting: Setting, limits: Limits) -> float:
-    """Share of GPU or host memory in use, whichever is more."""
-    host = sum(host_items(setting).values()) / limits.host if limits.host else 0.0
-    return max(host, peak(setting).total / setting.usable)
+    """`setting` with the fastest memory plan that fits; None where none does. Of equally fast ones the first: with
+    `MARGIN` left, few head groups, large tiles, no prefetch. Keeps what its plan says of compression, disk and host
+    memory."""
+    if not feasible(setting, limits):
+        return None
+    found = []
+    for host_margin, gpu_margin in product((MARGIN, 0.0), repeat=2):
+        found += _candidates(setting, replace(limits, gpu_margin=gpu_margin, host_margin=host_margin))
+        if not all(map(_strained, found)):
+            break  # tighter ones would not be faster
+    seconds = [step_time(made).total for made in found]
+    return next(made for made, s in zip(found, seconds, strict=True) if s <= EQUAL * min(seconds))
 
 
 def thriftiest(setting: Setting) -> Setting:
-    """`setting` with the plan that takes least of both memories."""
-    groups, tile = max(head_groups(setting)), min(TILES)
-    return setting.with_plan(
-        layers=_column(setting, 0, setting.shape.layers), head_groups=groups, tile_size=tile, prefetch=False
-    )
+    """`setting` with the plan that takes least of the GPU."""
+    layers = (LayerPlan("input", "host"),) * setting.shape.layers
+    return setting.with_plan(layers=layers, head_groups=max(head_groups(setting)), tile_size=min(TILES), prefetch=False)
+
+
+def feasible(setting: Setting, limits: Limits) -> bool:
+    """Whether any plan fits."""
+    return _placed(thriftiest(setting), limits, 0, setting.shape.layers) is not None
 
 
 def longest(setting: Setting, limits: Limits) -> int:
     """Tokens of the longest sequence that fits with some plan; 0 where not even `STEP` a rank do."""
-    thrifty, step = thriftiest(setting), STEP * setting.sp_size
-
-    def short_enough(steps: int) -> bool:
-        made = replace(thrifty, seq_length=steps * step)
-        return _placed(made, limits, 0, made.shape.layers) is not None
-
-    return step * _last(short_enough, LONGEST // step)
+    step = STEP * setting.sp_size
+    return step * last(lambda steps: feasible(replace(setting, seq_length=steps * step), limits), LONGEST // step)
 
 
 def head_groups(setting: Setting) -> list[int]:
@@ -77,17 +85,22 @@ def head_groups(setting: Setting) -> list[int]:
 
 
 def _candidates(setting: Setting, limits: Limits) -> Iterator[Setting]:
-    for groups in head_groups(setting):
-        for tile in TILES:
-            streamed = _filled(setting.with_plan(head_groups=groups, tile_size=tile, prefetch=False), limits)
-            yield from streamed
-            if any(step_time(made).host_copies for made in streamed):  # else there is nothing to gain
-                yield from _filled(setting.with_plan(head_groups=groups, tile_size=tile, prefetch=True), limits)
-            if streamed and all(layer.keep != "input" for made in streamed for layer in made.plan.layers):
-                break  # smaller tiles would save memory that is not needed
+    for groups, tile in product(head_groups(setting), TILES):
+        streamed = list(_filled(setting.with_plan(head_groups=groups, tile_size=tile, prefetch=False), limits))
+        yield from streamed
+        if any(step_time(made).host_copies for made in streamed):  # else there is nothing to gain
+            yield from _filled(setting.with_plan(head_groups=groups, tile_size=tile, prefetch=True), limits)
+        if not all(map(_strained, streamed)):
+            return  # further groups and smaller tiles would bring memory that is not needed
 
 
-def _last(good: Callable[[int], bool], most: int) -> int:
+def _strained(setting: Setting) -> bool:
+    """Whether more memory would make it faster: attention is computed again, or copies show."""
+    time = step_time(setting)
+    return time.host_copies > (EQUAL - 1) * time.total or any(layer.keep == "input" for layer in setting.plan.layers)
+
+
+def last(good: Callable[[int], bool], most: int) -> int:
     """The largest n <= `most` with good(n), where good(n) for all smaller ones; 0 where none is."""
     low, high = 0, most + 1
     while high - low > 1:
@@ -96,69 +109,33 @@ def _last(good: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _filled(setting: Setting, limits: Limits) -> list[Setting]:
-    """Assignments of layers under the plan's other settings: the fastest, and one that may be as fast with less."""
+def _filled(setting: Setting, limits: Limits) -> Iterator[Setting]:
+    """What layers may keep under the plan's other settings, from what takes least memory."""
     layers, plain = setting.shape.layers, _placed(setting, limits, 0, 0)
-    if plain is None:
-        bare = layers - _last(lambda n: _placed(setting, limits, 0, layers - n) is not None, layers)
-        return [made for made in [_placed(setting, limits, 0, bare)] if made]
-    whole = _placed(setting, limits, _last(lambda n: _placed(setting, limits, n, 0) is not None, layers), 0)
-    found = {plain.plan.layers: plain, whole.plan.layers: whole}.values()
-    return [_copies_spared(made, limits) if step_time(made).host_copies else made for made in found]
+    if plain is not None:
+        yield plain
+        if whole := last(lambda n: _placed(setting, limits, n, 0) is not None, layers):
+            yield _placed(setting, limits, whole, 0)
+        if not disk_bytes(plain):
+            return
+        limits = replace(limits, disk=0.0)  # to compute attention again may be faster than the disk
+    bare = layers - last(lambda n: _placed(setting, limits, 0, layers - n) is not None, layers)
+    if (made := _placed(setting, limits, 0, bare)) is not None:
+        yield made
 
 
 def _placed(setting: Setting, limits: Limits, whole: int, bare: int) -> Setting | None:
-    """With `whole` layers that keep everything and `bare` ones that keep their input alone; None if it cannot be."""
-    rest = setting.shape.layers - whole
-    free = _host_free(setting, limits)
-    on_host = {}
-    for keep, count in (("input", bare), ("attention", rest - bare)):
-        size = kept_bytes(setting, LayerPlan(keep, "host")) * setting.gpus_per_node
-        on_host[keep] = count if free is None else max(0, min(count, int(free // size)))
-        free = free if free is None else free - on_host[keep] * size
+    """With the last `whole` layers keeping everything and the first `bare` ones their input alone; the last layers on
+    the GPU, the first ones on the disk; None if it cannot be."""
+    layers = setting.shape.layers
+    keeps = ["input"] * bare + ["attention"] * (layers - whole - bare) + ["everything"] * whole
 
-    def with_disk(count: int) -> Setting:
-        return setting.with_plan(layers=_column(setting, whole, bare, on_host["input"], on_host["attention"], count))
+    def made(gpu: int, disk: int = 0) -> Setting:
+        tiers = ["disk"] * disk + ["host"] * (layers - gpu - disk) + ["gpu"] * gpu
+        return setting.with_plan(layers=tuple(map(LayerPlan, keeps, tiers)))
 
-    made = with_disk(0)
-    if not fits(made, limits) and setting.plan.disk:
-        homeless = rest - bare - on_host["attention"]
-        made = with_disk(homeless - _last(lambda n: fits(with_disk(homeless - n), limits), homeless))
-    return made if fits(made, limits) else None
-
-
-def _column(setting: Setting, whole: int, bare: int, bare_host=None, attention_host=None, disk: int = 0):
-    """Layers from the bottom: inputs, attention outputs on disk, on the host, on the GPU, everything. Without numbers
-    the host takes all."""
-    others = setting.shape.layers - whole - bare
-    bare_host = bare if bare_host is None else bare_host
-    attention_host = others if attention_host is None else attention_host
-    return (
-        (LayerPlan("input", "host"),) * bare_host
-        + (LayerPlan("input", "gpu"),) * (bare - bare_host)
-        + (LayerPlan("attention", "disk"),) * disk
-        + (LayerPlan("attention", "host"),) * attention_host
-        + (LayerPlan("attention", "gpu"),) * (others - attention_host - disk)
-        + (LayerPlan("everything", "gpu"),) * whole
-    )
-
-
-def _host_free(setting: Setting, limits: Limits) -> float | None:
-    if limits.host is None:
-        return None
-    bare = setting.with_plan(layers=())
-    return limits.host - sum(host_items(bare).values())
-
-
-def _copies_spared(setting: Setting, limits: Limits) -> Setting:
-    """Layers whose copies nothing hides stay on the GPU, as many as fit."""
-    on_host = [i for i, layer in enumerate(setting.plan.layers) if layer == LayerPlan("attention", "host")]
-
-    def moved(count: int) -> Setting:
-        layers = list(setting.plan.layers)
-        for i in on_host[len(on_host) - count :]:
-            layers[i] = LayerPlan("attention", "gpu")
-        return setting.with_plan(layers=tuple(layers))
-
-    most = moved(_last(lambda n: fits(moved(n), limits), len(on_host)))
-    return min(setting, most, key=lambda made: step_time(made).total)
+    gpu, disk = whole + last(lambda more: gpu_fits(made(whole + more), limits), layers - whole), 0
+    if setting.plan.disk and not host_fits(made(gpu), limits):
+        disk = layers - gpu - last(lambda host: host_fits(made(gpu, layers - gpu - host), limits), layers - gpu)
+    found = made(gpu, disk)
+    return found if all(fits(found, limits) for fits in (gpu_fits, host_fits, disk_fits)) else None

@@ -91,12 +91,13 @@ def settle(args, config, accelerator) -> MemoryPlan | None:
         ValueError: nothing fits, or a `--keep` that does not make the model's layers.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    if args.parallel_mode != "auto" and args.keep != "auto":
-        if args.keep is None:
-            return None
+    host_memory, told = args.host_memory and int(args.host_memory / local), None
+    if args.keep not in (None, "auto"):
         settings = {name: getattr(args, name) for name in ("head_groups", "tile_size", "prefetch", "compress", "disk")}
         layers = parse_keep(args.keep, config.get_text_config().num_hidden_layers)
-        return MemoryPlan(layers, host_memory=args.host_memory and int(args.host_memory / local), **settings)
+        told = MemoryPlan(layers, host_memory=host_memory, **settings)
+    if args.parallel_mode != "auto" and args.keep != "auto":
+        return told
 
     def choose() -> Plan:
         return for_training(
@@ -117,14 +118,10 @@ def settle(args, config, accelerator) -> MemoryPlan | None:
         )
 
     chosen = first_rank_decides(choose)
-    args.parallel_mode, args.seq_parallel_size, args.ring_degree = (
-        chosen.mode,
-        chosen.seq_parallel_size,
-        chosen.ring_degree,
-    )
+    args.parallel_mode, args.seq_parallel_size = chosen.mode, chosen.seq_parallel_size
+    args.ring_degree = chosen.ring_degree
     accelerator.print(f"planned: {chosen}")
-    host_memory = args.host_memory and int(args.host_memory / local)
-    return replace(chosen.memory_plan, host_memory=host_memory)
+    return told or replace(chosen.memory_plan, host_memory=host_memory)
 
 
 def first_rank_decides(choose: Callable[[], Plan]) -> Plan:

@@ -6,9 +6,9 @@ https://arxiv.org/abs/2310.01889). In the backward keys and values travel once m
 follow it around the ring in float32, every rank adding its share, until they are back home.
 
 Sent per rank and layer, N ranks, `kv` = 2 * B * S/N * H_kv * D elements, k and v in one message: forward N-1 messages
-of kv * itemsize bytes; backward the same, plus N-1 messages of kv * 4 bytes and one of kv * itemsize for the gradients.
-What hides them: a step's compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that under a causal mask), 2.5 times as many in
-the backward; it grows with the square of the shard, the bytes grow linearly. Only the gradients' last message has
+of kv * itemsize bytes; backward the same, plus N-1 messages of kv * 4 bytes and one of kv * itemsize for gradients.
+What hides them: a step's compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that under a causal mask), 2.5 times as many
+in the backward; it grows with the square of the shard, the bytes grow linearly. Only the gradients' last message has
 nothing left to hide behind. Held besides the shards: two kv that alternate, in the backward two in float32 besides.
 """
 

@@ -28,9 +28,8 @@ def draw(rows: list, about: dict[str, str], path: Path) -> None:
 
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9})
     figure, axes = plt.subplots(figsize=(7.2, 0.9 + 0.36 * len(shown)), layout="constrained")
-    bars = axes.barh(
-        [f"{row.system.partition('+')[0]}  {row.mode}" for row in shown], shares, color=colors, height=0.68
-    )
+    bars = axes.barh(range(len(shown)), shares, color=colors, height=0.68)
+    axes.set_yticks(range(len(shown)), [f"{row.system.partition('+')[0]}  {row.mode}" for row in shown])
     for bar, row in zip(bars, shown, strict=True):
         text = f"{row.tflops_forward_backward:.3g} TFLOP/s   {row.percent_forward_backward:.0f}% of {row.kernel}"
         inside = bar.get_width() > 55

@@ -4,7 +4,8 @@ shape       sizes of a model            hardware    speeds and sizes of a machin
 costs       constants that were measured            setting     all that an estimate depends on
 memory      bytes by item and tier      timing, exchange    seconds by part
 search      the best memory plan        planning    the choice among modes and splits
-report, picture, cli    how it is shown             training    the same for a run of train.py
+report, picture         how it is shown             flags, cli  command lines
+measure     speeds of the GPU at hand   training    the same for a run of train.py
 """
 
 from .hardware import HARDWARE, Hardware

@@ -15,8 +15,8 @@ class Costs:
     """
 
     # --- time -----------------------------------------------------------------------------------------------------
-    # Products of a tile's size against one large product. Fitted to a hand-written step (docs/planner.md): what 128K
-    # and 256K tokens took beyond attention at the kernel's speed and beyond elementwise passes.
+    # Products of a tile's size against one large product. Fitted to an earlier, hand-written step: what 128K
+    # and 256K tokens took beyond attention at the kernel's speed and beyond elementwise passes; holds for the executor.
     matmul_share: float = 0.88
     # Elements that elementwise work reads and writes, compiled: norms, residuals, rotation (E), activation (M).
     forward_passes: tuple[float, float] = (10, 3)

@@ -34,7 +34,7 @@ class Shard:
         return max(4, self.itemsize)
 
     def of_ring(self, ulysses: int = 1) -> tuple[float, float]:
-        """Of a step: keys and values, and their gradients. In USP of more tokens, and as many fewer heads."""
+        """Of a step: keys and values, and sums of their gradients. In USP of more tokens, and as many fewer heads."""
         elements = 2 * self.rows * self.head_size * max(self.kv_heads, ulysses)
         return elements * self.itemsize, elements * self.wide
 
@@ -89,10 +89,11 @@ def _ring(shard: Shard, world: int, ring: int, computed: float, link: Link, back
     if ring == 1:
         return 0.0
     pair, grads = shard.of_ring(world // ring)
-    keys, both, home, step = link(pair, world), link(pair + grads, world), link(grads, world), computed / ring
+    keys, sums, both, step = link(pair, world), link(grads, world), link(pair + grads, world), computed / ring
     if not backward:
         return (ring - 1) * max(0.0, keys - step)
-    return max(0.0, keys - step) + (ring - 2) * max(0.0, both - step) + max(0.0, home - step) + home
+    home = keys  # the complete gradients, in the dtype in which they are returned
+    return max(0.0, keys - step) + (ring - 2) * max(0.0, both - step) + max(0.0, sums - step) + home
 
 
 def _heads(shard: Shard, ranks: int, link: Link, again: bool) -> float:

@@ -8,7 +8,7 @@ its backward stands in `kept` from its forward on. With N rows (local tokens tim
     hidden states   forward x, a, y; backward x, a (come back from their tier) and the gradients dy, da
     attention       a group's q, k, v; backward those, copies of a and da, dq, dk, dv, and the kernel's float32 sums
     exchange        what a ring receives while it computes, and its float32 sums; a second copy in the all-to-all
-    tiles           of the MLP: 6-7 T M backward; of the loss
+    tiles           of the MLP: 6 T M backward; of the loss
     layer gradients the layer's weights' in float32 while its tiles are at work
 """
 

@@ -196,7 +196,7 @@ def _why_not(splits: list[Setting], limits: Limits) -> str:
     if reach:
         ways.insert(0, f"--seq-length {reach} ({split.mode}, {split.sp_size} GPUs a sequence)")
     if more := _enough_gpus(split, limits):
-        ways.append(f"--gpus {more.gpus} --nodes {more.nodes}")
+        ways.append(f"--gpus {more.gpus} --nodes {more.nodes} ({more.mode})")
     if split.lora is None and feasible(replace(split, lora=16), limits):
         ways.append("--lora 16")
     nearest = f"Nearest that fits: {', or '.join(ways)}" if ways else "Nothing near fits: take a smaller model"

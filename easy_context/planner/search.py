@@ -8,6 +8,7 @@ costs nothing to what saves most. All of it is arithmetic: thousands of plans a 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 from easy_context.memory.plan import LayerPlan
@@ -21,6 +22,7 @@ STEP = 1024  # tokens a rank, to which the longest sequence is rounded down
 EQUAL = 1.02  # times that differ less are equal: no estimate is better
 MARGIN = 0.08  # of the memory of a GPU and of the host, left free where that costs no time
 LONGEST = 1 << 28  # tokens; nobody has asked for more
+_layer_plan = cache(LayerPlan)  # equal ones are the same: quicker to compare
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _placed(setting: Setting, limits: Limits, whole: int, bare: int) -> Setting 
 
     def made(gpu: int, disk: int = 0) -> Setting:
         tiers = ["disk"] * disk + ["host"] * (layers - gpu - disk) + ["gpu"] * gpu
-        return setting.with_plan(layers=tuple(map(LayerPlan, keeps, tiers)))
+        return setting.with_plan(layers=tuple(map(_layer_plan, keeps, tiers)))
 
     gpu, disk = whole + last(lambda more: gpu_fits(made(whole + more), limits), layers - whole), 0
     if setting.plan.disk and not host_fits(made(gpu), limits):

@@ -86,13 +86,14 @@ def check(args: argparse.Namespace, world_size: int) -> str:
     settings = {"head_groups": 1, "tile_size": 16384, "prefetch": False, "compress": None, "disk": None}
     given = [name for name, default in settings.items() if getattr(args, name) != default]
     if "auto" in (args.parallel_mode, args.keep) and args.keep in (None, "auto"):
-        given, instead = [name for name in given if name not in ("compress", "disk")], "the planner chooses: leave out"
-    elif args.keep is None:
-        instead = "a memory plan needs --keep, such as --keep auto, with"
+        given, why = (
+            [name for name in given if name not in ("compress", "disk")],
+            "is what the planner chooses: leave it out",
+        )
     else:
-        given = []
-    if given:
-        raise ValueError(f"{instead} {', '.join('--' + name.replace('_', '-') for name in given)}")
+        why = "are settings of a memory plan: give --keep as well, such as --keep auto"
+    if given and args.keep in (None, "auto"):
+        raise ValueError(f"{', '.join('--' + name.replace('_', '-') for name in given)} {why}")
     if args.parallel_mode == "data_parallel":
         args.seq_parallel_size = args.seq_parallel_size or 1
         if args.seq_parallel_size > 1:

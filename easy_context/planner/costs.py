@@ -4,7 +4,7 @@ executor (`benchmarks/train_step.py`) moves them here and nowhere else.
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from .hardware import GIB
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
+from .hardware import GIB
 from .planning import Plan
 from .timing import layer_times
-
-GIB = 2**30
 
 
 def durations(plan: Plan) -> list[float]:

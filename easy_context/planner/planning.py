@@ -8,14 +8,13 @@ from pathlib import Path
 
 from easy_context.memory.plan import MemoryPlan
 
-from .hardware import Hardware, find_hardware
+from .hardware import GIB, Hardware, find_hardware
 from .memory import Phase, disk_bytes, host_items, peak, phases
 from .search import EQUAL, Limits, best, feasible, last, longest, thriftiest
 from .setting import ENGINES, Setting
 from .shape import ModelShape
 from .timing import Time, step_time
 
-GIB = 2**30
 LARGEST_GPU, LARGEST_HOST = 288, 8192  # GiB; nobody has more
 
 

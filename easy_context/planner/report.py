@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .flags import flags_of
+from .hardware import GIB
 from .planning import Plan
 from .timing import Time
 
-GIB = 2**30
 PARTS = [field.name for field in fields(Time)]
 
 

@@ -4,7 +4,6 @@ Measured: this project on H200 (`MEASURED`). Published: EasyContext's Llama-2-7B
 on H100 80GB.
 """
 
-import json
 from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
@@ -98,32 +97,39 @@ def test_windows_leave_fewer_pairs():
 
 # --- accuracy -------------------------------------------------------------------------------------
 
-LEAN, FAST = {"head_groups": 4}, {"prefetch": True}  # memory plans of benchmarks/train_step.py
-WHOLE = {"keep": "everything", "tier": "gpu"}
-STEP = {"engine": "plain", "kernel": "flash_attn_4"}  # forward and backward alone, as it measures them
-EIGHT_B = "llama-3.1-8b"
+LEAN = {"keep": "attention:host", "head_groups": 4}  # memory plans of benchmarks/train_step.py
+FAST = {"keep": "attention:host", "prefetch": True}
+LARGE_TILES = {**LEAN, "tile_size": 32768}
+STEP = {"engine": "plain"}  # forward and backward alone, as it measures them
+TWO_GPUS = {**STEP, "gpus": 2, "mode": "zigzag_ring_attn", "sp_size": 2, "ring": 2}
+TRAIN = {"engine": "zero3_offload"}
+SEVEN_ON_GPU = {"keep": "9xattention:host,7xattention:gpu", "head_groups": 4}
 
-# Of this project on H200. File in benchmarks/results; model, layers, tokens; memory plan; setting; GiB of tensors on a
-# GPU at the most, seconds of a step.
+# Of this project on H200 with flash-attn-4. Table in benchmarks/results; model, layers, tokens; memory plan; setting;
+# GiB of tensors on a GPU at the most, seconds of a step (None: the only one was the first, with compilation in it).
 MEASURED = [
-    ("h200_step_32k.json", EIGHT_B, 4, 1 << 15, LEAN, STEP, 12.89, 0.789),
-    ("h200_step_32k.json", EIGHT_B, 4, 1 << 15, FAST, STEP, 12.95, 0.755),
-    ("h200_step_128k.json", EIGHT_B, 4, 1 << 17, LEAN, STEP, 15.51, 5.485),
-    ("h200_step_128k.json", EIGHT_B, 4, 1 << 17, FAST, STEP, 20.09, 5.475),
+    ("h200_step_32k.md", "llama-3.1-8b", 4, 1 << 15, LEAN, STEP, 12.9, 0.79),
+    ("h200_step_32k.md", "llama-3.1-8b", 4, 1 << 15, FAST, STEP, 13.0, 0.75),
+    ("h200_step_128k.md", "llama-3.1-8b", 4, 1 << 17, LEAN, STEP, 15.5, 5.48),
+    ("h200_step_128k.md", "llama-3.1-8b", 4, 1 << 17, FAST, STEP, 20.1, 5.48),
+    ("h200_step_256k.md", "llama-3.1-8b", 4, 1 << 18, LARGE_TILES, STEP, 22.7, 17.26),
+    ("h200_step_1m_2_layers.md", "llama-3.1-8b", 2, 1 << 20, LEAN, STEP, 54.3, None),
+    ("h200x2_step_256k.md", "llama-3.1-8b", 4, 1 << 18, LARGE_TILES, TWO_GPUS, 18.6, 8.94),
+    ("h200_llama_1b_1m.md", "llama-3.2-1b", 16, 1 << 20, SEVEN_ON_GPU, TRAIN, 75.6, 492.9),
 ]
 
 
 @pytest.mark.parametrize(("source", "model", "layers", "seq_length", "how", "where", "memory", "seconds"), MEASURED)
 def test_measured_steps(source, model, layers, seq_length, how, where, memory, seconds):
     shape = replace(ModelShape.of(model), layers=layers)
-    setting = Setting(shape, HARDWARE["H200"], seq_length, MemoryPlan.uniform(layers, **how), **where)
+    memory_plan = MemoryPlan(parse_keep(how["keep"], layers), **{k: v for k, v in how.items() if k != "keep"})
+    setting = Setting(shape, HARDWARE["H200"], seq_length, memory_plan, kernel="flash_attn_4", **where)
     assert peak(setting).total / GIB == pytest.approx(memory, rel=0.10)
-    assert step_time(setting).total == pytest.approx(seconds, rel=0.15)
-    rows = json.loads((RESULTS / source).read_text())["rows"]
-    assert any(
-        (row["tokens"], round(row["peak_gib"], 2), round(row["seconds"], 3)) == (seq_length, memory, seconds)
-        for row in rows
-    )
+    table = (RESULTS / source).read_text()
+    assert f"| {memory} |" in table
+    if seconds is not None:
+        assert step_time(setting).total == pytest.approx(seconds, rel=0.15)
+        assert f"| {seconds} |" in table
 
 
 @pytest.mark.parametrize(("seq_length", "speed"), [(512 * 1024, 2133), (700 * 1024, 1603)])

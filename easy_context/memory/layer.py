@@ -75,10 +75,13 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
 
 
 def remove_memory_plan(model: nn.Module) -> None:
-    """Let the model's layers run as transformers wrote them."""
+    """Let the model's layers run as transformers wrote them, and free the plan's page-locked memory and files: at once,
+    or with the last graph that still uses them."""
     decoder = _planned_decoder(model)
     for module in [*decoder.layers, decoder.norm]:
-        vars(module).pop("forward", None)
+        planned = vars(module).pop("forward", None)
+        if isinstance(planned, PlannedLayer):
+            planned.shared.stores.clear()  # plan and layers hold each other
         gather_apart(module)
 
 
@@ -216,9 +219,10 @@ class _Call:
         for group, lse in enumerate(lses):
             own = self._heads(group)
             q, k, v = self._project(x, group)
-            residuals = self.mode.restore(q, k, v, self._by_head(a, own), lse, self.ctx)
-            del q, k, v
-            by_qkv = self.mode.backward(self._by_head(da, own), residuals, self.ctx)
+            with torch.autocast(x.device.type, enabled=False):
+                residuals = self.mode.restore(q, k, v, self._by_head(a, own), lse, self.ctx)
+                del q, k, v
+                by_qkv = self.mode.backward(self._by_head(da, own), residuals, self.ctx)
             del residuals
             by_qkv = [self._rows(t) for t in by_qkv]
             cut = self._cut(group)

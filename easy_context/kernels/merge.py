@@ -13,13 +13,12 @@ for CUDA and is imported only when first used (`merge_triton.py`).
 """
 
 import functools
-import importlib.util
 import logging
-import os
-import shutil
 
 import torch
 from torch import Tensor
+
+from ..fusion import why_no_triton
 
 logger = logging.getLogger("easy_context")
 
@@ -33,7 +32,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, into: 
     assert lse.dtype == block_lse.dtype, (lse.dtype, block_lse.dtype)
     assert out.shape == block_out.shape == into.shape, (out.shape, block_out.shape, into.shape)
     assert lse.shape == block_lse.shape, (lse.shape, block_lse.shape)
-    if out.is_cuda and _triton_is_missing() is None:
+    if out.is_cuda and _fused():
         from .merge_triton import merge_in_one_pass
 
         merge_in_one_pass(out, lse, block_out, block_lse, into)
@@ -44,13 +43,9 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, into: 
 
 
 @functools.cache
-def _triton_is_missing() -> str | None:
-    """Why the fused kernel cannot be built here, said once, or None."""
-    reason = None
-    if importlib.util.find_spec("triton") is None:
-        reason = "the package triton is not installed"
-    elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        reason = "Triton needs a C compiler: install gcc, or set CC"
-    if reason is not None:
+def _fused() -> bool:
+    """Whether the one-pass kernel can be built here; why not, said once."""
+    if (reason := why_no_triton()) is not None:
         logger.warning("partial results of attention are merged by torch, in several passes: %s", reason)
-    return reason
+        return False
+    return True

@@ -27,9 +27,8 @@ from easy_context.memory.compress import Codec, choose_codec
 from easy_context.memory.disk import DiskPool
 from easy_context.memory.host_pool import HostPool
 from easy_context.memory.lanes import Lane
+from easy_context.memory.plan import TIERS
 from easy_context.memory.pool import Lease
-
-TIERS = ("gpu", "host", "disk")
 
 
 class Store:

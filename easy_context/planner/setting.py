@@ -78,10 +78,5 @@ class Setting:
         whole = self.hardware.memory if self.memory is None else self.memory
         return whole * (1 - self.costs.fragmentation) - self.costs.context - self.costs.communicator * (self.gpus > 1)
 
-    def memory_for(self, needed: float) -> float:
-        """Bytes of a GPU on which `needed` are usable."""
-        aside = self.costs.context + self.costs.communicator * (self.gpus > 1)
-        return (needed + aside) / (1 - self.costs.fragmentation)
-
     def with_plan(self, **changes) -> "Setting":
         return replace(self, plan=replace(self.plan, **changes))

@@ -127,7 +127,9 @@ def why_not(layer: nn.Module, groups: int) -> str | None:
     if fused:
         return f"{type(attention).__name__} projects q, k and v in one piece: head_groups=1"
     norms = [getattr(attention, name, None) for name in _HEADWISE]
-    if any(w.numel() != attention.head_dim for norm in norms if norm is not None for w in norm.parameters()):
+    weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
+    sizes = {getattr(weight, "ds_numel", weight.numel()) for weight in weights}  # ZeRO-3 leaves none in place
+    if sizes - {attention.head_dim}:
         return f"{type(attention).__name__} normalizes over all heads: head_groups=1"
     return None
 

@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of partial results and of gradients of keys and values."""
+        """Bytes of an element of a log-sum-exp, and of the sums of gradients that travel around a ring."""
         return max(4, self.itemsize)
 
     def of_ring(self, ulysses: int = 1) -> tuple[float, float]:
@@ -47,7 +47,8 @@ class Shard:
         return element * (q + 2 * kv), element * (last - first) * (ranks - 1)
 
     def of_schedule(self, world: int, backward: bool) -> tuple[list[float], list[float]]:
-        """Per step, the most that a rank sends for others to compute, and the most that a rank sends back."""
+        """Per step, the most that a rank sends for others to compute, and the most that a rank sends back: each share
+        in the inputs' dtype, log-sum-exps wide."""
         q, lse = self.rows * self.heads * self.head_size, self.rows * self.heads
         kv = 2 * self.rows * self.kv_heads * self.head_size
         fetched, given = [], []
@@ -56,10 +57,10 @@ class Shard:
             for part, keys in step:
                 if keys:
                     sent.append(kv * self.itemsize)
-                    back.append(kv * self.wide * backward)
+                    back.append(kv * self.itemsize * backward)
                 else:
                     sent.append(part * (q * self.itemsize * (3 if backward else 1) + lse * self.wide * backward))
-                    back.append(part * (q * self.wide if backward else q * self.itemsize + lse * self.wide))
+                    back.append(part * (q * self.itemsize + lse * self.wide * (not backward)))
             fetched.append(max(sent))
             given.append(max(back))
         return fetched, given

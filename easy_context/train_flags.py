@@ -98,13 +98,13 @@ def check(args: argparse.Namespace, world_size: int) -> str:
         args.seq_parallel_size = args.seq_parallel_size or 1
         if args.seq_parallel_size > 1:
             raise ValueError("--parallel_mode data_parallel leaves sequences whole: leave out --seq-parallel-size")
-    if args.parallel_mode == "auto":
-        return f"the planner splits {world_size} processes, {args.max_train_steps} steps, {args.dtype}"
     sp_size = world_size if args.seq_parallel_size is None else args.seq_parallel_size
     if sp_size < 1 or world_size % sp_size:
         raise ValueError(f"--seq-parallel-size {sp_size} does not divide the {world_size} processes")
-    ring, ulysses = split_degrees(sp_size, args.ring_degree)
     check_deepspeed_file(step_settings(args))
+    if args.parallel_mode == "auto":
+        return f"the planner splits {world_size} processes, {args.max_train_steps} steps, {args.dtype}"
+    ring, ulysses = split_degrees(sp_size, args.ring_degree)
     groups = world_size // sp_size
     tokens = args.batch_size * args.gradient_accumulate_every * groups * args.seq_length
     ways = f"{groups} x {sp_size} processes" + (

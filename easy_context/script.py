@@ -15,8 +15,8 @@ from collections.abc import Callable
 FIRST_FAULT_SECONDS = 3  # what a rank that only follows another one's failure leaves to it, so that it is heard first
 
 GPU_MEMORY = (
-    "the GPU's memory is full. Let the planner choose (--keep auto); or keep less on the GPU (tier host in --keep), "
-    "use more --head-groups, a smaller --tile-size, a shorter --seq-length or more GPUs"
+    "the GPU's memory is full. Take shorter sequences or more GPUs; train.py: let the planner choose (--keep auto), "
+    "or keep less on the GPU (tier host in --keep), with more --head-groups or a smaller --tile-size"
 )
 
 

@@ -39,10 +39,8 @@ def load_config(args: Namespace):
     config = AutoConfig.from_pretrained(args.model)
     if args.rope_theta is not None or args.rope_scaling:
         set_rope(config, theta=args.rope_theta, scaling=args.rope_scaling)
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in (
-        "default",
-        "llama3",
-    ):  # others compute their frequencies with it
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rotation in ("default", "llama3"):  # others compute their frequencies with it
         config.max_position_embeddings = max(config.max_position_embeddings, args.seq_length)
     return config
 
@@ -135,10 +133,10 @@ def main() -> None:
     args = parse_args(__doc__.partition("\n")[0])
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    plan = check(args, int(os.environ.get("WORLD_SIZE", 1)))
+    summary = check(args, int(os.environ.get("WORLD_SIZE", 1)))
     if args.dry_run:
         local = Path(args.model).is_dir()
-        print(f"{plan}; {load_config(args).rope_parameters if local else f'{args.model} is not a local directory'}")
+        print(f"{summary}; {load_config(args).rope_parameters if local else f'{args.model} is not a local directory'}")
         return
 
     tracker, tracker_dir = args.tracker or ("wandb" if args.wandb else None, args.output_dir)
@@ -151,7 +149,7 @@ def main() -> None:
     tokenizer, rows, held_out = load_in_turns(accelerator, lambda: load_inputs(args))
     if len(rows) < args.batch_size * mesh.data_size:
         raise ValueError(f"--dataset has {len(rows)} sequences, fewer than --batch-size x {mesh.data_size} groups")
-    accelerator.print(f"{plan}; {len(rows)} sequences")
+    accelerator.print(f"{summary}; {len(rows)} sequences")
 
     options = {"batch_size": args.batch_size, "collate_fn": collate, "num_workers": args.num_workers}
     loader = DataLoader(rows, shuffle=True, drop_last=True, **options)

@@ -67,7 +67,7 @@ def build_model(args: Namespace, config, memory_plan: ec.MemoryPlan | None, deep
     if memory_plan is not None:
         ec.apply_memory_plan(model, memory_plan)
         return CausalLMWithLoss(model)
-    if args.gradient_checkpointing == "offload":
+    if args.gradient_checkpointing in (None, "offload"):
         ec.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
     if args.gradient_checkpointing != "none":
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name in newer transformers

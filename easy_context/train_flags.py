@@ -55,8 +55,8 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--parallel_mode", choices=modes, default="zigzag_ring_attn", help="how ranks share a sequence; auto: planned")
     add("--seq-parallel-size", type=int, help="ranks that share a sequence; without it all")
     add("--ring_degree", type=int, help="ranks of a ring in usp_attn")
-    how = "without --keep; offload: layer inputs to the host"
-    add("--gradient-checkpointing", choices=["offload", "plain", "none"], default="offload", help=how)
+    how = "without --keep: offload layer inputs to the host (the default), keep them on the GPU, or checkpoint nothing"
+    add("--gradient-checkpointing", choices=["offload", "plain", "none"], help=how)
     how = "what layers keep for the backward, and where: auto, attention:host, 28xattention:host,4xeverything:gpu, ..."
     add("--keep", metavar="PLAN", help=how)
     add("--head-groups", type=int, default=1, help="with --keep: groups of heads that attention computes in turn")
@@ -83,17 +83,7 @@ def check(args: argparse.Namespace, world_size: int) -> str:
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 1")
     if args.resume is not None and args.overwrite_output_dir:
         raise ValueError("--resume needs what --overwrite-output-dir removes: give one of them")
-    settings = {"head_groups": 1, "tile_size": 16384, "prefetch": False, "compress": None, "disk": None}
-    given = [name for name, default in settings.items() if getattr(args, name) != default]
-    if "auto" in (args.parallel_mode, args.keep) and args.keep in (None, "auto"):
-        given, why = (
-            [name for name in given if name not in ("compress", "disk")],
-            "is what the planner chooses: leave it out",
-        )
-    else:
-        why = "are settings of a memory plan: give --keep as well, such as --keep auto"
-    if given and args.keep in (None, "auto"):
-        raise ValueError(f"{', '.join('--' + name.replace('_', '-') for name in given)} {why}")
+    _check_memory(args)
     if args.parallel_mode == "data_parallel":
         args.seq_parallel_size = args.seq_parallel_size or 1
         if args.seq_parallel_size > 1:
@@ -111,6 +101,19 @@ def check(args: argparse.Namespace, world_size: int) -> str:
         f" (ring {ring} x {ulysses})" if args.parallel_mode == "usp_attn" else ""
     )
     return f"{args.parallel_mode} on {ways}, {args.max_train_steps} steps of {tokens:,} tokens, {args.dtype}"
+
+
+def _check_memory(args: argparse.Namespace) -> None:
+    planned = args.keep == "auto" or args.keep is None and args.parallel_mode == "auto"
+    defaults = {"head_groups": 1, "tile_size": 16384, "prefetch": False}
+    defaults |= {} if planned else {"compress": None, "disk": None}
+    given = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(args, name) != default]
+    if given and planned:
+        raise ValueError(f"{', '.join(given)}: the planner chooses; leave it out, or say what layers --keep")
+    if given and args.keep is None:
+        raise ValueError(f"{', '.join(given)} are settings of a memory plan: give --keep as well, such as --keep auto")
+    if args.gradient_checkpointing is not None and (planned or args.keep is not None):
+        raise ValueError("--keep takes the place of --gradient-checkpointing: give one of them")
 
 
 def step_settings(args: argparse.Namespace) -> StepSettings:

@@ -30,7 +30,7 @@ def load_rows() -> list[dict]:
 
 def tiny_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes))
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     plan = ec.MemoryPlan.uniform(model.config.num_hidden_layers, "attention", "host", head_groups=2, tile_size=1024)
     accelerator.print(ec.apply_memory_plan(model, plan))
     model = ec.CausalLMWithLoss(model)  # head and loss in tiles
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
 
     loader = DataLoader(load_rows(), batch_size=1, shuffle=True)

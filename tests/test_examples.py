@@ -33,5 +33,5 @@ def test_custom_loop_learns_and_two_processes_are_one():
 def losses(run: subprocess.Popen) -> list[float]:
     out, err = run.communicate()
     assert run.returncode == 0, err
-    assert "4 x attention on host" in out
+    assert "2 x attention on host" in out
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", out)]

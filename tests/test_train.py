@@ -51,6 +51,11 @@ FLAGS = {
 }
 
 
+def slow(*values):
+    """Parameters of a test that the README's command leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
     """A tiny model with tied weights, and rows of which some have few, many, or no tokens to predict."""
@@ -157,11 +162,11 @@ def test_zero3_with_offload_on_two_gpus_follows_one_process(runs, material, tmp_
     ("launcher", "flags"),
     [
         ("torchrun-4", {"--seq-parallel-size": 2, "--batch-size": 1}),
-        ("torchrun-2", {"--parallel_mode": "data_parallel", "--batch-size": 1}),
-        ("torchrun-2", {"--parallel_mode": "dist_flash_attn", "--gradient-checkpointing": "plain"}),
+        slow("torchrun-2", {"--parallel_mode": "data_parallel", "--batch-size": 1}),
+        slow("torchrun-2", {"--parallel_mode": "dist_flash_attn", "--gradient-checkpointing": "plain"}),
         ("zero3", {"--keep": "attention:host", "--head-groups": 2, "--tile-size": 10}),
-        ("torchrun-2", {"--parallel_mode": "auto", "--keep": "auto"}),
-        pytest.param("zero3-4", {"--seq-parallel-size": 2, "--batch-size": 1}, marks=pytest.mark.slow),
+        slow("torchrun-2", {"--parallel_mode": "auto", "--keep": "auto"}),
+        slow("zero3-4", {"--seq-parallel-size": 2, "--batch-size": 1}),
     ],
     ids=["2 x 2", "data parallel", "dist flash", "memory plan under ZeRO-3", "planned", "2 x 2 under ZeRO-3"],
 )
@@ -170,6 +175,7 @@ def test_other_splits_follow_one_process(runs, material, tmp_path, launcher, fla
     assert_follows(records, runs("serial")[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_deterministic_runs_are_bit_identical(material, tmp_path):
     flags = {"--max-train-steps": 2, "--checkpointing-steps": 9}
     first, second = (finish("serial", material, tmp_path / name, "--deterministic", **flags) for name in ("a", "b"))
@@ -178,7 +184,7 @@ def test_deterministic_runs_are_bit_identical(material, tmp_path):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("launcher", ["serial", "zero3"])
+@pytest.mark.parametrize("launcher", [slow("serial"), "zero3"])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(runs, material, tmp_path, launcher):
     """Interrupted past step 8, whose checkpoint was cut off: the run goes on from step 4, into the second epoch."""
     before, truth = runs(launcher)
@@ -208,7 +214,7 @@ def test_the_saved_model_reloads(runs, launcher):
     assert not list(output.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("plan", [{}, {"--keep": "attention:host", "--head-groups": 2, "--tile-size": 10}])
+@pytest.mark.parametrize("plan", [slow({}), {"--keep": "attention:host", "--head-groups": 2, "--tile-size": 10}])
 def test_lora_trains_adapters_alone_in_bf16_under_zero3(material, tmp_path, plan):
     from peft import PeftModel
 
@@ -283,6 +289,8 @@ def flags_of(monkeypatch, *words):
         (["--batch-size", "0"], 1, "--batch-size must be at least 1"),
         (["--resume", "--overwrite-output-dir"], 1, "give one of them"),
         (["--head-groups", "2", "--prefetch"], 1, "--head-groups, --prefetch are settings of a memory plan"),
+        (["--keep", "auto", "--tile-size", "64"], 1, "--tile-size: the planner chooses"),
+        (["--keep", "input:host", "--gradient-checkpointing", "plain"], 1, "give one of them"),
     ],
 )
 def test_flags_that_cannot_be_are_refused_before_anything_starts(monkeypatch, words, world, message):

@@ -62,6 +62,7 @@ def test_steps_with_tiers_and_without(step, tmp_path):
     assert row["last_loss"] < row["first_loss"] and len(row["losses"]) == 3
 
 
+@pytest.mark.slow
 def test_two_processes_and_a_failure(step, tmp_path):
     expected = step("step_trainer").measure(settings(step, "lean"), CPU)
     systems = ["--systems", "lean", "transformers-flash"]

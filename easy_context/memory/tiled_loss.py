@@ -180,6 +180,7 @@ def _linear_tiles(hidden, weight, bias, targets, transform, rows, wants=(False, 
                 d_hidden[tile] = d_logits @ weight
             if wants[1]:
                 _add_product(d_weight, d_logits.t(), tile_hidden)
+            del logits, d_logits  # before the next tile's are made
     return nll, d_hidden, d_weight, d_bias
 
 

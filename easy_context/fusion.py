@@ -1,9 +1,10 @@
-"""Whether kernels can be compiled here, and the one way in which functions are: by torch.compile, for fixed shapes."""
+"""Whether kernels can be compiled here, and the one way in which functions are: by torch.compile."""
 
 import functools
 import importlib.util
 import os
 import shutil
+from types import FunctionType
 
 import torch
 
@@ -19,6 +20,10 @@ def why_no_triton() -> str | None:
 
 
 @functools.cache
-def compiled(function):
-    """`function`, compiled when first called with tensors of new shapes, once for all callers."""
-    return torch.compile(function, dynamic=False)
+def compiled(function, purpose: str = ""):
+    """`function`, compiled when first called, once for all callers of one `purpose`: for their sizes first, for any
+    size once these vary. Each purpose has a code object of its own, because torch counts graphs, up to a limit, by
+    code object."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{purpose}")
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return torch.compile(own)

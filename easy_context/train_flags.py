@@ -106,7 +106,7 @@ def check(args: argparse.Namespace, world_size: int) -> str:
 def _check_memory(args: argparse.Namespace) -> None:
     planned = args.keep == "auto" or args.keep is None and args.parallel_mode == "auto"
     defaults = {"head_groups": 1, "tile_size": 16384, "prefetch": False}
-    defaults |= {} if planned else {"compress": None, "disk": None}
+    defaults |= {} if planned else {"compress": None, "disk": None, "host_memory": None}
     given = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(args, name) != default]
     if given and planned:
         raise ValueError(f"{', '.join(given)}: the planner chooses; leave it out, or say what layers --keep")

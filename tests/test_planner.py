@@ -448,10 +448,11 @@ def test_what_was_asked_for_is_not_planned_over(monkeypatch):
     train_flags.check(args, 1)
     state = SimpleNamespace(deepspeed_plugin=None)
     here = SimpleNamespace(num_processes=1, device=torch.device("cpu"), state=state, print=lambda text: None)
+    here.distributed_type = "NO"
     monkeypatch.setattr("easy_context.planner.training.first_rank_decides", lambda choose: choose())
     assert settle(args, config, here) == MemoryPlan.uniform(2, "input", "gpu", head_groups=2)
     args.keep = "auto"
-    with pytest.raises(ValueError, match="--head-groups is what the planner chooses"):
+    with pytest.raises(ValueError, match="--head-groups: the planner chooses"):
         train_flags.check(args, 1)
     args.keep, args.parallel_mode = None, "usp_attn"
     with pytest.raises(ValueError, match="--head-groups are settings of a memory plan"):

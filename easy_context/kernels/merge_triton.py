@@ -17,8 +17,8 @@ def merge_in_one_pass(out, lse, block_out, block_lse, into) -> None:
     if out.numel() == 0:
         return
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        _merge[(heads, triton.cdiv(length, ROWS), batch)](
-            *(out, lse, block_out, block_lse, into, length, head_size),
+        _merge[(heads * triton.cdiv(length, ROWS), batch)](  # only the first axis goes past 65,535
+            *(out, lse, block_out, block_lse, into, length, heads, head_size),
             *(*out.stride(), *lse.stride(), *block_out.stride(), *block_lse.stride(), *into.stride()),
             rows=ROWS,
             columns=triton.next_power_of_2(head_size),
@@ -27,14 +27,14 @@ def merge_in_one_pass(out, lse, block_out, block_lse, into) -> None:
 
 @triton.jit
 def _merge(
-    out, lse, block_out, block_lse, into, length, head_size,
+    out, lse, block_out, block_lse, into, length, heads, head_size,
     out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
     block_out_b, block_out_s, block_out_h, block_out_d, block_lse_b, block_lse_h, block_lse_s,
     into_b, into_s, into_h, into_d,
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
+    head, batch = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = (tl.program_id(0) // heads).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, columns)
     inside = row < length
 

@@ -6,6 +6,7 @@ every step. For CPU tensors it is ordinary memory.
 """
 
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 
@@ -67,6 +68,8 @@ class HostPool(Pool):
         MemoryError: the pool could not hold `size` bytes in all, what it holds already among them.
         """
         room = self._available() + self._held()
+        if self.limit is None:  # ranks of one machine need as much again each, whoever has locked it first
+            room = min(room, psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         if size > room:
             raise MemoryError(_shortage(size, room))
 

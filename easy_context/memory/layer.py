@@ -29,6 +29,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from ..modes import Mode
 from ..monkey_patch import CONTEXT, decoder_of, layer_context
 from . import phases
 from .checkpoints import Checkpoint, PlannedModel
@@ -59,6 +60,8 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
         raise ValueError(f"the plan is for {len(plan.layers)} layers, the model has {len(decoder.layers)}")
     planned = [layer for layer, how in zip(decoder.layers, plan.layers, strict=True) if how.keep != "everything"]
     for layer in planned:
+        if "forward" in vars(layer):
+            raise ValueError(f"{type(layer).__name__}'s forward was replaced by somebody else, who would be overruled")
         refuse_checkpointing(layer)
         reason = phases.why_not(layer, plan.head_groups)
         if reason is not None:
@@ -158,6 +161,8 @@ class _Call:
         self.projections, self.finish = planned.halves()
         told, self.in_tuple = planned.tell(self._rows(x), self.cos, self.sin, kwargs.get("attention_mask"))
         self.mode, self.ctx = layer_context(kwargs, told, self.projections.head_size)
+        if type(self.mode).forward is Mode.forward:
+            raise ValueError(f"the mode {self.mode.name} defines attention alone: a memory plan needs its forward")
         self.mode.validate(self.ctx, self.projections.heads, self.projections.kv_heads)
         self.weights = trainable(planned.layer)
         self.keeping = torch.is_grad_enabled() and (x.requires_grad or bool(self.weights))

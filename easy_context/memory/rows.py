@@ -10,6 +10,8 @@ DeepSpeed ZeRO-3 the module is a leaf, whose weights are gathered once per pass 
 ALST's TiledMLP, https://arxiv.org/abs/2506.13996.
 """
 
+import functools
+import logging
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,6 +21,8 @@ from ..fusion import compiled, why_no_triton
 from . import phases
 from .gradients import Gradients
 from .leaf import gather_whole
+
+logger = logging.getLogger("easy_context")
 
 
 def tile_rows(module: nn.Module, tile_size: int = 16384, compile: bool | None = None) -> None:
@@ -84,7 +88,7 @@ ALL_ROWS = ...  # of a weight, whatever its shape
 
 def run(half: nn.Module, rows: tuple, extras: tuple, compile: bool | None, cut=None):
     """`half(*rows, *extras)` without gradients. `cut` maps a weight's name to the rows of it that take part."""
-    function = compiled(phases.call) if worth_compiling(half, rows[0], compile) else phases.call
+    function = compiled(phases.call, type(half).__name__) if worth_compiling(half, rows[0], compile) else phases.call
     weights = {name: weight.detach()[cut(name) if cut else ALL_ROWS] for name, weight in half.named_parameters()}
     with torch.no_grad():
         return function(half, rows, extras, weights)
@@ -92,7 +96,7 @@ def run(half: nn.Module, rows: tuple, extras: tuple, compile: bool | None, cut=N
 
 def pull_back(half: nn.Module, rows: tuple, extras: tuple, gradient, compile: bool | None, cut=None):
     """Gradients of `rows`, as a tuple, and of the trainable weights, as `Gradients.add` takes them."""
-    function = compiled(phases.vjp) if worth_compiling(half, rows[0], compile) else phases.vjp
+    function = compiled(phases.vjp, type(half).__name__) if worth_compiling(half, rows[0], compile) else phases.vjp
     weights, frozen, where = {}, {}, {}
     for name, weight in half.named_parameters():
         where[name] = weight, (cut(name) if cut else ALL_ROWS)
@@ -106,7 +110,16 @@ def worth_compiling(half: nn.Module, rows: Tensor, compile: bool | None) -> bool
     if compile is not None:
         return compile
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in half.named_modules())
-    return rows.is_cuda and not experts and why_no_triton() is None
+    if not rows.is_cuda or experts:
+        return False
+    if why_no_triton() is not None:
+        _say_uncompiled()
+    return why_no_triton() is None
+
+
+@functools.cache
+def _say_uncompiled() -> None:
+    logger.warning("layers of a memory plan run uncompiled, more slowly: %s", why_no_triton())
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -149,4 +149,5 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         mode, context, kv_heads = ctx.call
-        return *mode.backward(dout, Residuals(*ctx.saved_tensors, kv_heads), context), None, None
+        with torch.autocast(dout.device.type, enabled=False):
+            return *mode.backward(dout, Residuals(*ctx.saved_tensors, kv_heads), context), None, None

@@ -15,8 +15,8 @@ class Costs:
     """
 
     # --- time -----------------------------------------------------------------------------------------------------
-    # Products of a tile's size against one large product. Fitted to an earlier, hand-written step: what 128K
-    # and 256K tokens took beyond attention at the kernel's speed and beyond elementwise passes; holds for the executor.
+    # Products of a tile's size against one large product: what steps of 128K and 256K tokens took beyond attention at
+    # the kernel's speed and beyond elementwise passes.
     matmul_share: float = 0.88
     # Elements that elementwise work reads and writes, compiled: norms, residuals, rotation (E), activation (M).
     forward_passes: tuple[float, float] = (10, 3)
@@ -33,8 +33,7 @@ class Costs:
     forward_tile: tuple[float, float] = (4, 3.5)  # (E, M) of the tile at work
     # M: gate, up, their product and the gradients of all three.
     backward_tile: tuple[float, float] = (6, 6)
-    # Tiles of bf16 logits: logits, their gradient, and the gradient of the tile before until it is replaced.
-    loss_tiles: float = 3
+    loss_tiles: float = 2  # tiles of bf16 logits: the logits and their gradient
     attention_workspace: float = 4  # bytes per element of q: the kernel's float32 sum of dq
     # What autograd saves of an ordinary layer: (E, M, q + k + v + attention output).
     everything: tuple[float, float, float] = (8, 4, 1)

@@ -21,7 +21,7 @@ from easy_context.memory.tiled_loss import TILE_BYTES_CUDA
 
 from .setting import BF16, Setting
 
-INT8 = 0.53  # bytes of an element and its share of a scale, against bf16
+INT8 = 0.52  # bytes of an element and its share of a scale, against bf16
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ def longest(setting: Setting, limits: Limits) -> int:
 def head_groups(setting: Setting) -> list[int]:
     """Numbers of groups that leave whole KV heads to each, and equal shares to all ranks of an all-to-all."""
     heads, kv, ranks = setting.shape.heads, setting.shape.kv_heads, setting.ulysses
+    if setting.shape.one_head_group:
+        return [1]
     return [g for g in range(1, kv + 1) if kv % g == 0 and (g == 1 or heads // g % ranks == 0)]
 
 

@@ -13,6 +13,8 @@ from .known_models import KNOWN_MODELS
 
 # Families whose MLP has two matrices instead of three.
 _UNGATED = {"gpt_neox", "gptj", "gpt2", "opt", "phi", "starcoder2", "falcon", "nemotron"}
+# Families whose heads a memory plan cannot group: q, k and v in one projection, or norms over all heads.
+_ONE_HEAD_GROUP = {"phi3", "olmo2", "olmo3"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts")
 _OTHER_LAYERS = ("kv_lora_rank", "ssm_state_size", "mamba_d_state", "attn_layer_period", "state_size")
 
@@ -32,6 +34,7 @@ class ModelShape:
     tied: bool = False
     gated: bool = True
     windows: tuple[int | None, ...] = ()
+    one_head_group: bool = False
 
     @property
     def attention_size(self) -> int:
@@ -131,6 +134,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", family.startswith("gemma"))),
             gated=family not in _UNGATED,
             windows=_windows(config, size("num_hidden_layers", "n_layer")),
+            one_head_group=family in _ONE_HEAD_GROUP,
         )
 
 

@@ -1,5 +1,6 @@
 """The plan for a run of train.py, from the machine that it runs on."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,8 @@ from ..memory.plan import MemoryPlan
 from .flags import parse_keep
 from .hardware import HARDWARE, Hardware, find_hardware
 from .planning import Plan, plan
+
+logger = logging.getLogger("easy_context")
 
 
 def this_machine(device: torch.device) -> Hardware:
@@ -25,6 +28,7 @@ def this_machine(device: torch.device) -> Hardware:
         known = find_hardware(name)
     except ValueError:
         known = HARDWARE["H100"] if torch.cuda.get_device_capability(device) >= (9, 0) else HARDWARE["A100"]
+        logger.warning("the planner has no speeds of a %s and takes those of %s", name, known.name)
     return replace(known, name=name, memory=memory)
 
 
@@ -147,6 +151,8 @@ def engine_of(accelerator) -> str:
         ValueError: DeepSpeed with another stage than 3, or with parameters on GPUs and optimizer on the host.
     """
     plugin = accelerator.state.deepspeed_plugin
+    if accelerator.distributed_type == "FSDP":
+        raise ValueError("the planner does not know FSDP: give --parallel_mode and --keep by hand, or use DeepSpeed")
     if plugin is None:
         return "ddp"
     zero = plugin.deepspeed_config["zero_optimization"]

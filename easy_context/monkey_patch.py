@@ -73,7 +73,7 @@ def apply_seq_parallel_monkey_patch(
     """Make transformers models run attention over a sequence that the mode `seq_algo` splits over processes.
 
     Args:
-        seq_algo: name of a mode (`easy_context.modes.available_modes()`).
+        seq_algo: name of a mode (`easy_context.modes.available_modes()`), or "auto" (`modes.get_mode` says what it is).
         model: a family name such as "llama", "mistral" or "qwen2", which patches present and future models of that
             family in this process; or a transformers model (PEFT, DDP and DeepSpeed wrappers are looked through),
             which patches that one alone. Before or after loading: both orders work.

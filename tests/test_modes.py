@@ -272,6 +272,7 @@ def test_zigzag_gives_every_rank_the_same_work():
 def test_unknown_mode_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="zigzag_ring_attn"):
         get_mode("zigzag")
+    assert get_mode("auto") is get_mode("usp_attn")
     assert "usp_attn" in available_modes()
 
 

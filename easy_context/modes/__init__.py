@@ -29,7 +29,12 @@ def available_modes() -> list[str]:
 
 
 def get_mode(name: str) -> Mode:
-    """The mode called `name`; ValueError that lists the known ones where there is none."""
+    """The mode called `name`; ValueError that lists the known ones where there is none.
+
+    "auto" is `usp_attn`, which does any number of ranks and heads, in the degrees of `init_seq_parallel`: what can be
+    said before model and length are known. The planner (`easy_context.plan`), which train.py asks, knows them."""
+    if name == "auto":
+        name = "usp_attn"
     if name in _BUILT_IN:
         return import_module(f"{__name__}.{name}").MODE
     if name not in _registered:

@@ -15,29 +15,9 @@ from pathlib import Path
 
 import torch
 
-FAMILIES = {
-    "llama-3.2-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-        "rope_theta": 5e5,
-    },
-    "llama-2-7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "vocab_size": 32000,
-        "tie_word_embeddings": False,
-        "rope_theta": 1e4,
-    },
+from easy_context.planner.known_models import KNOWN_MODELS
+
+FAMILIES = {name: sizes for name, sizes in KNOWN_MODELS.items() if sizes["model_type"] == "llama"} | {
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -47,9 +27,9 @@ FAMILIES = {
         "head_dim": 16,
         "vocab_size": 512,
         "tie_word_embeddings": True,
-        "rope_theta": 1e4,
     },
 }
+ROPE_THETA = 5e5
 
 
 def main() -> None:
@@ -75,9 +55,9 @@ def write_model(sizes: dict, seq_length: int, folder: Path) -> None:
 
     from easy_context.rope import set_rope
 
-    theta = sizes.pop("rope_theta")
+    sizes = {name: size for name, size in sizes.items() if name != "model_type"}
     config = LlamaConfig(max_position_embeddings=seq_length, bos_token_id=0, eos_token_id=1, **sizes)
-    set_rope(config, theta=theta)
+    set_rope(config, theta=ROPE_THETA)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -38,19 +38,13 @@ def for_training(
     world_size: int,
     seq_length: int,
     device: torch.device,
-    batch_size: int = 1,
     engine: str = "plain",
-    lora: int | None = None,
     local_world_size: int | None = None,
     host_memory: float | None = None,
-    disk: str | None = None,
-    mode: str | None = None,
-    seq_parallel_size: int | None = None,
-    ring_degree: int | None = None,
     kernel: str | None = None,
-    compress: str | None = None,
+    **asked,
 ) -> Plan:
-    """As `plan`, on `device` and its like.
+    """As `plan`, on `device` and its like; `asked` are other arguments of it.
 
     `config` is a configuration or model; `local_world_size` ranks share a host (None: LOCAL_WORLD_SIZE, else all);
     `host_memory` of a node in bytes (None: what the machine says is available; ask before the model is loaded). The
@@ -73,15 +67,9 @@ def for_training(
         seq_length=seq_length,
         gpu=hardware,
         host_memory=host_memory or psutil.virtual_memory().available,
-        disk=disk,
-        batch_size=batch_size,
         kernel=kernel,
         engine=engine,
-        lora=lora,
-        mode=mode,
-        seq_parallel_size=seq_parallel_size,
-        ring_degree=ring_degree,
-        compress=compress,
+        **asked,
     )
 
 

@@ -49,7 +49,7 @@ def _fingerprint(tensor: torch.Tensor | None) -> list[int]:
 def gather_sequence(
     group: dist.ProcessGroup | None, layout: Layout, local: torch.Tensor, fault: str | None = None
 ) -> torch.Tensor:
-    """The whole sequence `[..., S]`, on the CPU, from every rank's shard `[..., S_local]` of integers.
+    """The whole sequence `[..., S]`, on the device of `local`, from every rank's shard `[..., S_local]` of integers.
 
     `fault` is what this rank found wrong with its own inputs, or None. ValueError on every rank where any rank has a
     fault, or where the shapes differ."""
@@ -68,8 +68,8 @@ def gather_sequence(
             f"the ranks of the sequence-parallel group hold shards of different shapes {shapes}: "
             "shard every input with prepare_seq_parallel_inputs"
         )
-    whole = torch.cat(gather(group, local), -1).cpu()
-    return whole[..., layout.inverse(whole.shape[-1])]
+    whole = torch.cat(gather(group, local), -1)
+    return whole[..., layout.inverse(whole.shape[-1], whole.device)]
 
 
 _SHAPE, _FAULT_BYTES = 4, 200

@@ -119,7 +119,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local: torch.Tensor, dim: int, layout: Layout, mesh: SeqParallelMesh):
         ctx.dim, ctx.own = dim, layout.indices(local.shape[dim] * layout.world, mesh.sp_rank).to(local.device)
-        order = layout.inverse(local.shape[dim] * layout.world).to(local.device)
+        order = layout.inverse(local.shape[dim] * layout.world, local.device)
         return torch.cat(gather(mesh.sp_group, local), dim).index_select(dim, order)
 
     @staticmethod

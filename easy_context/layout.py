@@ -72,6 +72,9 @@ class Layout:
         """Positions of `rank`'s tokens in the padded sequence: LongTensor `[seq_len / world]`, in local order."""
         return torch.cat([torch.arange(start, end) for start, end in self.spans(seq_len, rank)])
 
-    def inverse(self, seq_len: int) -> torch.Tensor:
+    def inverse(self, seq_len: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """For shards concatenated in rank order, where each position of the sequence is: LongTensor `[seq_len]`."""
-        return torch.argsort(torch.cat([self.indices(seq_len, rank) for rank in range(self.world)]))
+        size = seq_len // self.num_chunks
+        held = [chunk for rank in range(self.world) for chunk in self.chunks(rank)]
+        starts = torch.tensor([held.index(chunk) * size for chunk in range(self.num_chunks)], device=device)
+        return (starts[:, None] + torch.arange(size, device=device)).flatten()

@@ -171,7 +171,9 @@ def logits_transform_of(model: nn.Module) -> LogitsTransform | None:
         ids = torch.zeros(1, len(logits), dtype=torch.long, device=logits.device)
         return type(model).forward(stand_in, input_ids=ids, position_ids=ids, use_cache=False).logits[0]
 
-    probe = (torch.arange(model.config.get_text_config().vocab_size) % 201 - 100).float()[None]
+    device = next(model.parameters()).device
+    device = torch.device("cpu") if device.type == "meta" else device
+    probe = (torch.arange(model.config.get_text_config().vocab_size, device=device) % 201 - 100).float()[None]
     transformed = transform(probe)
     if transformed.shape != probe.shape:
         raise ValueError(f"{type(model).__name__} does more than apply its head to the last hidden states")

@@ -69,7 +69,7 @@ def sharded(mode_name, world, ring_degree, q, k, v, dout, *, kernel=None, **mask
         out.backward(dout[:, own])
         return out.detach(), *[leaf.grad for leaf in leaves]
 
-    order = layout.inverse(length).to(q.device)
+    order = layout.inverse(length, q.device)
     return [torch.cat(parts, 1)[:, order] for parts in zip(*run_ranks(layout, work), strict=True)]
 
 

@@ -31,13 +31,19 @@ class Gradients:
         return [self.sums.pop(w).to(w.dtype) if w in self.sums else None for w in weights]
 
 
+def references(gradient: Tensor) -> int:
+    """How many hold a gradient: in Python, counted by the interpreter, and in C++, which a torch before 2.13 does not
+    tell the interpreter about."""
+    return sys.getrefcount(gradient) + gradient._use_count()
+
+
 @functools.cache
 def references_to_a_gradient() -> int:
-    """`sys.getrefcount(dy)` at the top of a once differentiable backward, for a gradient dy that nobody else holds.
+    """`references(dy)` at the top of a once differentiable backward, for a gradient dy that nobody else holds.
 
     Any other holder adds to it: a hook that stored the gradient, and those in C++ (a function that shares it and runs
-    later, a gradient that `torch.autograd.grad` returns), which count as one together. On a torch whose holders in C++
-    do not show, 0: every gradient then counts as held.
+    later, a gradient that `torch.autograd.grad` returns). On a torch whose holders in C++ do not show, 0: every
+    gradient then counts as held.
     """
 
     class Counting(torch.autograd.Function):
@@ -48,7 +54,7 @@ def references_to_a_gradient() -> int:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx, dy):
-            counts.append(sys.getrefcount(dy))
+            counts.append(references(dy))
             return dy
 
     counts = []

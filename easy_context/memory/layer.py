@@ -24,7 +24,6 @@ After the attention-output checkpoints of DistFlashAttn (https://arxiv.org/abs/2
 
 import inspect
 import logging
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from ..modes import Mode
 from ..monkey_patch import CONTEXT, decoder_of, layer_context
 from . import phases
 from .checkpoints import Checkpoint, PlannedModel
-from .gradients import Gradients, references_to_a_gradient
+from .gradients import Gradients, references, references_to_a_gradient
 from .leaf import gather_apart, gather_whole, gradients_held_unread
 from .plan import LayerPlan, MemoryPlan
 from .rows import autocast_of, pull_back, refuse_dropout, run, tile_rows, tiles, trainable
@@ -144,7 +143,7 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
-        held = sys.getrefcount(dy) - references_to_a_gradient() - gradients_held_unread(ctx.call.planned.layer)
+        held = references(dy) - references_to_a_gradient() - gradients_held_unread(ctx.call.planned.layer)
         dx, gradients = ctx.call.backward(dy.clone() if held > 0 or dy._is_view() else dy)
         return None, dx, *gradients
 

@@ -136,6 +136,37 @@ def test_compiled():
     assert compared(model, MemoryPlan.uniform(2, tile_size=37, compile=True)) < 1e-5
 
 
+def test_layers_that_keep_everything_are_compiled():
+    model = tiny_model(dtype=torch.float32)
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    truth, plain = gradients(model, batch()), _saved(model)
+    first, second = model.model.layers
+    tile_rows(second.mlp, 10)  # somebody's own choice, which stays
+    apply_memory_plan(model, MemoryPlan.uniform(2, "everything", "gpu", compile=True))
+    assert worst(gradients(model, batch()), truth) < 1e-5
+    assert _saved(model) < 0.7 * plain
+    remove_memory_plan(model)
+    assert "forward" in vars(second.mlp) and "forward" not in vars(first.mlp)
+    assert worst(gradients(model, batch()), truth) < 1e-6
+
+
+def _saved(model) -> int:
+    """Elements that autograd saves in a forward."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        _loss(model, batch())
+    return sum(saved)
+
+
+def test_a_layer_whose_forward_is_somebody_elses_is_refused():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    model.model.layers[1].forward = model.model.layers[1].forward
+    with pytest.raises(ValueError, match="replaced by somebody else"):
+        apply_memory_plan(model, MemoryPlan.uniform(2))
+    assert "forward" in vars(model.model.layers[1])
+
+
 def test_autocast():
     model = tiny_model(dtype=torch.float32)
     ec.apply_seq_parallel_monkey_patch("data_parallel", model)

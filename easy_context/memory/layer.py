@@ -32,10 +32,11 @@ from ..modes import Mode
 from ..monkey_patch import CONTEXT, decoder_of, layer_context
 from . import phases
 from .checkpoints import Checkpoint, PlannedModel
+from .fused import fuse_rows, unfuse_rows
 from .gradients import Gradients, references, references_to_a_gradient
 from .leaf import gather_apart, gather_whole, gradients_held_unread
 from .plan import LayerPlan, MemoryPlan
-from .rows import autocast_of, pull_back, refuse_dropout, run, tile_rows, tiles, trainable
+from .rows import TiledRows, autocast_of, pull_back, refuse_dropout, run, tile_rows, tiles, trainable
 
 logger = logging.getLogger("easy_context")
 _CHECKED_ROWS = 8  # of the real input, on which a layer is compared with its two halves
@@ -67,7 +68,9 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
             raise ValueError(reason)
     shared = PlannedModel(plan)
     for layer, how in zip(decoder.layers, plan.layers, strict=True):
-        if how.keep != "everything":
+        if how.keep == "everything":
+            fuse_rows(layer, plan.compile)
+        else:
             layer.forward = PlannedLayer(layer, how, shared)
             gather_whole(layer)
     tile_rows(decoder.norm, plan.tile_size, plan.compile)
@@ -81,10 +84,13 @@ def remove_memory_plan(model: nn.Module) -> None:
     or with the last graph that still uses them."""
     decoder = _planned_decoder(model)
     for module in [*decoder.layers, decoder.norm]:
-        planned = vars(module).pop("forward", None)
+        planned = vars(module).get("forward")
         if isinstance(planned, PlannedLayer):
             planned.shared.stores.clear()  # plan and layers hold each other
-        gather_apart(module)
+        if isinstance(planned, PlannedLayer | TiledRows):
+            del module.forward
+            gather_apart(module)
+        unfuse_rows(module)
 
 
 def _planned_decoder(model: nn.Module) -> nn.Module:

@@ -18,9 +18,7 @@ def gather_whole(module: nn.Module) -> None:
     Raises:
         ValueError: DeepSpeed has prepared the module already, as none.
     """
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
-    if not is_deepspeed_zero3_enabled():
+    if not is_zero3():
         return
     from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 
@@ -28,6 +26,13 @@ def gather_whole(module: nn.Module) -> None:
         raise ValueError("DeepSpeed ZeRO-3 learns how a model is tiled before accelerator.prepare, not after")
     set_z3_leaf_module(module, True)
     module.register_forward_pre_hook(require_gradient)
+
+
+def is_zero3() -> bool:
+    """Whether models that are made now are DeepSpeed ZeRO-3's to partition."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    return is_deepspeed_zero3_enabled()
 
 
 def gather_apart(module: nn.Module) -> None:

@@ -35,8 +35,10 @@ class Costs:
     backward_tile: tuple[float, float] = (6, 6)
     loss_tiles: float = 2  # tiles of bf16 logits: the logits and their gradient
     attention_workspace: float = 4  # bytes per element of q: the kernel's float32 sum of dq
-    # What autograd saves of an ordinary layer: (E, M, q + k + v + attention output).
-    everything: tuple[float, float, float] = (8, 4, 1)
+    # What autograd saves of a layer that keeps everything: (E, M, q + k + v + attention output). Compiled: what both
+    # norms are given and return, gate and up.
+    everything: tuple[float, float, float] = (4, 2, 1)
+    everything_uncompiled: tuple[float, float, float] = (8, 4, 1)
     everything_backward: tuple[float, float] = (4, 3)  # (E, M), of all rows at once
     workspace: float = 0.05 * GIB  # cuBLAS's 32 MiB, scalars
     live_parameters: float = 1e9  # stage3_max_live_parameters

@@ -44,7 +44,8 @@ def kept_bytes(setting: Setting, layer: LayerPlan) -> float:
     """What a layer keeps in its tier."""
     s, n = setting.shape, setting.rows
     if layer.keep == "everything":
-        of_e, of_m, of_heads = setting.costs.everything
+        compiled = setting.compiled(layer)
+        of_e, of_m, of_heads = setting.costs.everything if compiled else setting.costs.everything_uncompiled
         heads = (2 * s.heads + 2 * s.kv_heads) * s.head_size
         mlp = s.intermediate * (of_m if s.gated else of_m / 2)
         return n * BF16 * (of_e * s.hidden + mlp + of_heads * heads)

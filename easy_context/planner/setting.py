@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from easy_context.memory.plan import MemoryPlan
+from easy_context.memory.plan import LayerPlan, MemoryPlan
 
 from .costs import COSTS, Costs
 from .hardware import Hardware
@@ -77,6 +77,11 @@ class Setting:
         """Bytes of a GPU that tensors may take."""
         whole = self.hardware.memory if self.memory is None else self.memory
         return whole * (1 - self.costs.fragmentation) - self.costs.context - self.costs.communicator * (self.gpus > 1)
+
+    def compiled(self, layer: LayerPlan) -> bool:
+        """Whether a layer's elementwise work is fused; ZeRO-3's hooks keep layers from it that keep everything."""
+        asked = self.hardware.compiles if self.plan.compile is None else self.plan.compile
+        return asked and not (layer.keep == "everything" and self.engine.startswith("zero3"))
 
     def with_plan(self, **changes) -> "Setting":
         return replace(self, plan=replace(self.plan, **changes))

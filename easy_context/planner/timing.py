@@ -45,7 +45,7 @@ def layer_times(setting: Setting, layer: LayerPlan, pairs: float) -> tuple[Time,
     """Forward and backward of one layer whose mask leaves `pairs` in a sequence."""
     s, hw, c, n = setting.shape, setting.hardware, setting.costs, setting.rows
     ordinary = layer.keep == "everything"
-    compiled = (hw.compiles if setting.plan.compile is None else setting.plan.compile) and not ordinary
+    compiled = setting.compiled(layer)
     groups = 1 if ordinary else setting.plan.head_groups
 
     _, fast, slow = hw.kernel(setting.kernel, s.head_size)

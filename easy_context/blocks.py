@@ -54,7 +54,7 @@ def plan_blocks(
     if documents is None and window is None:
         if list(q_spans) == list(k_spans) or not causal:  # local order is the sequence's: one call does it
             return [Block(_ALL, slice(0, _length(q_spans)), slice(0, _length(k_spans)), causal)]
-        return _merge(list(_pairs(q_spans, k_spans, causal, None, None, _ALL)))
+        return merged(list(_pairs(q_spans, k_spans, causal, None, None, _ALL)))
     if documents is None or len(set(documents)) == 1:
         return list(_pairs(q_spans, k_spans, causal, window, documents and documents[0], _ALL))
     return [
@@ -125,24 +125,26 @@ def _rectangle(q: Span, k: Span, window: int | None, borders: tuple[int, ...] | 
     return (q_low, q_high), (k_low, k_high), left
 
 
-def _merge(blocks: list[Block]) -> list[Block]:
-    """Fewer, larger rectangles: first neighbours along the keys, then along the queries."""
-    for side, other in (("k", "q"), ("q", "k")):
-        merged: list[Block] = []
+def merged(blocks: list[Block]) -> list[Block]:
+    """Fewer, larger blocks: of plain rectangles that follow one another in the list, first neighbours along the keys
+    become one, then neighbours along the queries."""
+    for side in ("k", "q"):
+        larger: list[Block] = []
         for block in blocks:
-            last = merged[-1] if merged else None
-            if (
-                last is not None
-                and not (block.causal or last.causal)
-                and getattr(last, other) == getattr(block, other)
-                and getattr(last, side).stop == getattr(block, side).start
-            ):
-                joined = slice(getattr(last, side).start, getattr(block, side).stop)
-                merged[-1] = replace(block, **{side: joined})
+            if larger and _makes_one(larger[-1], block, side):
+                start = getattr(larger[-1], side).start
+                larger[-1] = replace(block, **{side: slice(start, getattr(block, side).stop)})
             else:
-                merged.append(block)
-        blocks = merged
+                larger.append(block)
+        blocks = larger
     return blocks
+
+
+def _makes_one(a: Block, b: Block, side: str) -> bool:
+    """Whether `b` goes on along `side` where `a` ends, and nothing else tells them apart."""
+    if any(block.causal or block.window_left is not None or block.borders for block in (a, b)):
+        return False
+    return getattr(a, side).stop == getattr(b, side).start and a == replace(b, **{side: getattr(a, side)})
 
 
 @dataclass(frozen=True)

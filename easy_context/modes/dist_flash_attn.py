@@ -13,12 +13,16 @@ forward, each kv (own keys to a later rank) or, for a helped rank, q out and q +
 back, or 3 q + lse out and q back. All in the inputs' dtype (a share that goes home is one task's, and rounded once),
 lse in float32. With few KV heads and many ranks that is half of what a ring moves. What a step needs travels during
 the step before, what it yields during the step after: each hides behind a whole block of compute, 4 * B * (S/N)^2 * H
-* D FLOPs forward. Choose it when contiguous shards matter (convolutions, local windows, data that arrive in order).
+* D FLOPs forward. Where shards are short, steps are joined (`tasks.joined`): the same bytes in fewer batches, a rank's
+own queries against all keys of a step in one kernel call, queries of other ranks one by one; what the first large step
+needs then has only the own block, half as much compute, to hide behind. Choose it when contiguous shards matter
+(convolutions, local windows, data that arrive in order).
 """
 
 from ..layout import Layout
 from .base import AttentionContext, Gradients, Mode, Residuals
-from .scheduled import Schedule, Task, rotation, scheduled_backward, scheduled_forward
+from .scheduled import scheduled_backward, scheduled_forward, steps_to_join
+from .tasks import Schedule, Task, joined, rotation
 
 
 class DistFlashAttention(Mode):
@@ -28,16 +32,16 @@ class DistFlashAttention(Mode):
         return Layout(ring=sp_size)
 
     def forward(self, q, k, v, ctx: AttentionContext):
-        out, lse = scheduled_forward(q, k, v, *_who_does_what(ctx))
+        out, lse = scheduled_forward(q, k, v, *_who_does_what(k, ctx))
         return out, self.restore(q, k, v, out, lse, ctx)
 
     def backward(self, dout, residuals: Residuals, ctx: AttentionContext) -> Gradients:
-        return scheduled_backward(dout, residuals, *_who_does_what(ctx))
+        return scheduled_backward(dout, residuals, *_who_does_what(residuals.k, ctx))
 
 
-def _who_does_what(ctx: AttentionContext):
+def _who_does_what(k, ctx: AttentionContext):
     steps = schedule(ctx.layout.ring) if ctx.causal else rotation(ctx.layout.ring)
-    return ctx, ctx.sequence, ctx.ring_spans(), steps
+    return ctx, ctx.sequence, ctx.ring_spans(), joined(steps, steps_to_join(k))
 
 
 def schedule(world: int) -> Schedule:

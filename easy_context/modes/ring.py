@@ -1,6 +1,6 @@
 """Attention around a ring, for any layout: the engine of `zigzag_ring_attn` and of the ring in `usp_attn`.
 
-Queries stay, keys and values travel: in step s, rank r holds those of rank r - s and computes the blocks that exist
+Long shards (`JOINED_BYTES` of `tasks.py` says which) go around. Queries stay, keys and values travel: in step s, rank r holds those of rank r - s and computes the blocks that exist
 between them and its own queries, while those of rank r - s - 1 are already on their way (Ring Attention,
 https://arxiv.org/abs/2310.01889). In the backward keys and values travel once more, and the gradients of each shard
 follow it around the ring in float32, every rank adding its share, until they are back home.
@@ -10,6 +10,16 @@ of kv * itemsize bytes; backward the same, plus N-1 messages of kv * 4 bytes and
 What hides them: a step's compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that under a causal mask), 2.5 times as many
 in the backward; it grows with the square of the shard, the bytes grow linearly. Only the gradients' last message has
 nothing left to hide behind. Held besides the shards: two kv that alternate, in the backward two in float32 besides.
+
+Short shards, and those of masks that leave whole pairs of ranks without a block, are fetched: each rank gets just the
+keys that it sees straight from their owners, those of several steps at a time, and sends each owner its share of the
+gradient, in the inputs' dtype (`tasks.py`, `scheduled.py`). Sent under the causal mask of zigzag shards: forward kv *
+itemsize to each earlier rank and half of that to each later one; backward the same, and shares in return of what came.
+That is 3/4 of the keys and values of a ring, on average, and 3/8 of its gradients' bytes in bf16, in few batches: for 8
+ranks three each way, with 3 kernel calls (4 where earlier and later ranks meet in a step) besides the own block's
+instead of 7. The first batch hides behind the own block alone, the last shares behind nothing. A ring
+crosses from host to host between two pairs of neighbours only; fetched keys cross once for every rank that sees them.
+Where several GPUs share one network card they queue for it, and a ring of hosts (`usp_attn`) sends less through it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +30,8 @@ from ..blocks import Block, Partial, Sum, add_gradients, attend, attend_backward
 from ..comm import Comm, pass_on
 from ..layout import Span
 from .base import AttentionContext, Gradients, Mode, Residuals
-from .scheduled import rotation, scheduled_backward, scheduled_forward
+from .scheduled import scheduled_backward, scheduled_forward, steps_to_join
+from .tasks import Schedule, joined, rotation
 
 
 class RingMode(Mode):
@@ -42,10 +53,9 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
     """Attention of this rank's queries over all that the ranks of `comm` hold together.
 
     q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds.
-    Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more. Where the mask leaves whole pairs
-    of ranks without a block, nothing travels the ring: ranks fetch just the keys that they see from their owners."""
-    if not ctx.is_dense(spans):
-        return scheduled_forward(q, k, v, ctx, comm, spans, rotation(comm.size))
+    Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more."""
+    if steps := _fetching(k, ctx, comm, spans):
+        return scheduled_forward(q, k, v, ctx, comm, spans, steps)
     blocks = _blocks_by_step(ctx, comm, spans)
     partial = Partial(q, sum(map(len, blocks)))
     for step, held in zip(blocks, _passing(comm, k, v), strict=True):
@@ -55,9 +65,9 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
 
 def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> Gradients:
     """Gradients `(dq, dk, dv)` of `ring_forward`, in the dtypes of q, k, v."""
-    if not ctx.is_dense(spans):
-        return scheduled_backward(dout, residuals, ctx, comm, spans, rotation(comm.size))
     q, k, v, out, lse, _ = residuals
+    if steps := _fetching(k, ctx, comm, spans):
+        return scheduled_backward(dout, residuals, ctx, comm, spans, steps)
     blocks = _blocks_by_step(ctx, comm, spans)
     dq, dk, dv = Sum(q, sum(map(len, blocks))), Sum(k), Sum(v)
     if comm.size == 1:
@@ -82,6 +92,14 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
         pending = pass_on(comm, grads, arriving)
     pending.wait()
     return dq.result(), *arriving.chunk(2, dim=2)
+
+
+def _fetching(k, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> Schedule | None:
+    """The steps in which ranks fetch keys like `k` from their owners; None where these go around the ring."""
+    most = steps_to_join(k)
+    if comm.size == 1 or (most == 1 and ctx.is_dense(spans)):
+        return None
+    return joined(rotation(comm.size), most)
 
 
 def _blocks_by_step(ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> list[list[Block]]:

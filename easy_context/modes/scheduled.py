@@ -1,63 +1,40 @@
-"""Attention by a schedule of tasks: who computes which block, and who sends what for it.
-
-A task is one rank's queries against one rank's keys, computed by one of the two. The other one, its supplier, sends
-what is missing, keys and values or queries, and gets back what belongs to it. Modes differ only in their lists of
-tasks: `dist_flash_attn` balances a causal mask by letting idle ranks help, a ring whose mask leaves whole blocks empty
-(sliding windows, short documents) fetches the pieces it needs from their owners (`rotation`).
+"""Attention by a schedule of tasks (`tasks.py`), whoever computes them: the executor.
 
 What step t + 1 needs is on its way during step t, and results travel during the step after theirs. All ranks start
-these exchanges in the same order, hence no order of sends and receives can deadlock. A task without blocks is neither
-sent nor computed, and of keys only the range that the task's blocks touch is sent.
+these exchanges in the same order, hence no order of sends and receives can deadlock. All messages of a step, one way,
+are one batch. Of keys only the range that a task's blocks touch is sent.
+
+Keys and values travel token by token, k and v side by side, `[tokens, B, 2 * H_kv, D]`. So what a rank sends of its
+own is contiguous, and what it receives of several ranks for one job are contiguous pieces of one tensor, of which k
+and v are views that kernels read as they are. Their gradients go home apart, `[B, tokens, H_kv, D]` each, in the
+inputs' dtype: at B = 1 slices of what the kernel wrote, not copied, which the owner adds to its sums.
+
+Held besides the shards: the pieces of two steps, in the backward the gradients of as many.
 """
 
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from ..blocks import Block, Partial, Sum, add_gradients, attend, attend_backward
-from ..comm import Comm
+from ..blocks import Partial, Sum, add_gradients, attend, attend_backward
+from ..comm import Comm, Message
 from ..kernels.base import lse_dtype
 from ..layout import Span
 from .base import AttentionContext, Gradients, Residuals
+from .tasks import Job, Schedule, Step, Steps, Task, most_joined
 
 
-@dataclass(frozen=True)
-class Task:
-    """`worker` computes queries of rank `query` against keys of rank `key`; one of the two is its own. `half` is None
-    for all of the queries, 0 or 1 for the first or second half of them (of a shard that is one span)."""
-
-    worker: int
-    query: int
-    key: int
-    half: int | None = None
-
-    @property
-    def supplier(self) -> int:
-        """Who sends the worker the other side of the block and gets the results that belong to it."""
-        return self.key if self.query == self.worker else self.query
-
-    def rows(self, length: int) -> slice:
-        """Which of the `length` queries of a shard."""
-        middle = (length + 1) // 2
-        return {None: slice(0, length), 0: slice(0, middle), 1: slice(middle, length)}[self.half]
+def steps_to_join(k: torch.Tensor) -> int:
+    """How many steps of a schedule may become one where every rank holds keys like `k` `[B, S_local, H_kv, D]`."""
+    return most_joined(2 * k.numel() * k.element_size())
 
 
-Schedule = list[list[Task]]  # steps; in a step a rank works on at most one task and supplies at most one
-
-
-def rotation(world: int) -> Schedule:
-    """Every rank's queries against every rank's keys, computed where the queries are."""
-    return [[Task(r, r, (r - t) % world) for r in range(world)] for t in range(world)]
-
-
-def scheduled_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], steps: Schedule):
+def scheduled_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], schedule: Schedule):
     """Attention of this rank's queries over all that the ranks of `comm` hold together.
 
-    q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds;
-    `steps` starts with every rank's own queries and keys. Returns `(out, lse)`, out in q's dtype, lse
-    `[B, H, S_local]` in float32 or more."""
-    return _Forward(q, k, v, ctx, comm, spans, steps).run().partial.result()
+    q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds.
+    Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more."""
+    return _Forward(q, k, v, ctx, comm, spans, schedule).run().partial.result()
 
 
 def scheduled_backward(dout, residuals: Residuals, *how) -> Gradients:
@@ -68,55 +45,63 @@ def scheduled_backward(dout, residuals: Residuals, *how) -> Gradients:
 
 
 class _Pass:
-    """Walks the schedule, forward or backward. A subclass says, for a task, what its supplier sends (`supply`), what
-    the worker computes and sends back (`compute`), what room the results take (`room`), and what the supplier does
-    with them (`take`). The shapes of both messages are the same on every rank."""
+    """Walks the schedule, forward or backward. A subclass says which tensors of its queries a supplier sends
+    (`of_queries`), what the worker computes and sends back (`compute`), what room the results take (`room`), and what
+    the supplier does with them (`take`). The shapes of messages are the same on both sides."""
 
-    def __init__(self, q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], steps: Schedule):
-        self.q, self.k, self.v, self.ctx, self.comm, self.spans = q, k, v, ctx, comm, spans
-        self.steps = [[task for task in step if self.blocks(task)] for step in steps]
+    def __init__(self, q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], schedule: Schedule):
+        self.q, self.k, self.v, self.scores, self.comm = q, k, v, ctx.scores, comm
+        self.steps = Steps(comm.rank, schedule, spans, ctx.blocks)
 
     def run(self):
         arrived, fetching = self._fetch(self.steps[0])
         collect = None
-        for number, step in enumerate(self.steps):
+        for step, following in zip(self.steps, [*self.steps[1:], None], strict=True):
             fetching.wait()
             supplied = arrived
-            if number + 1 < len(self.steps):
-                arrived, fetching = self._fetch(self.steps[number + 1])
-            mine = _only(task for task in step if task.worker == self.comm.rank)
-            results = self.compute(mine, supplied) if mine is not None else []
+            if following is not None:
+                arrived, fetching = self._fetch(following)
+            results = [m for job, tensors in zip(step.jobs, supplied, strict=True) for m in self.compute(job, tensors)]
             if collect is not None:
                 collect()
-            collect = self._give_back(step, mine, results)
+            collect = self._give_back(step, results)
         collect()
         return self
 
-    def _fetch(self, step: list[Task]):
-        """Start the messages from suppliers to workers; returns the buffers filled here, and the pending."""
-        mine = _only(task for task in step if task.worker == self.comm.rank != task.supplier)
-        theirs = _only(task for task in step if task.supplier == self.comm.rank != task.worker)
-        buffers = [t.new_empty(t.shape) for t in self.supply(mine)] if mine is not None else []
-        sends = [(t.contiguous(), theirs.worker) for t in self.supply(theirs)] if theirs is not None else []
-        return buffers, self.comm.exchange(sends, [(t, mine.supplier) for t in buffers])
+    def _fetch(self, step: Step):
+        """Start the messages from suppliers to workers; returns, per job, the tensors filled here, and the pending."""
+        sends = [(t.contiguous(), task.worker) for task in step.supplied for t in self.supply(task)]
+        tensors, receives = [], []
+        for job in step.jobs:
+            if job.pieces:
+                buffer = self.kv.new_empty(job.pieces[-1].stop, *self.kv.shape[1:])
+                tensors.append([buffer])
+                receives += [(buffer[at], task.supplier) for at, task in zip(job.pieces, job.tasks, strict=True)]
+            else:
+                (task,) = job.tasks
+                tensors.append([] if task.keys_travel else [t.new_empty(t.shape) for t in self.of_queries(task)])
+                receives += [(t, task.supplier) for t in tensors[-1]]
+        return tensors, self.comm.exchange(sends, receives)
 
-    def _give_back(self, step: list[Task], mine: Task | None, results: list[torch.Tensor]):
+    def _give_back(self, step: Step, results: list[Message]):
         """Start the messages from workers to suppliers; returns a function that waits for them and takes them."""
-        theirs = _only(task for task in step if task.supplier == self.comm.rank != task.worker)
-        buffers = self.room(theirs) if theirs is not None else []
-        pending = self.comm.exchange([(t, mine.supplier) for t in results], [(t, theirs.worker) for t in buffers])
+        rooms = [(task, self.room(task)) for task in step.supplied]
+        pending = self.comm.exchange(results, [(t, task.worker) for task, room in rooms for t in room])
 
         def collect():
             pending.wait()
-            if buffers:
-                self.take(theirs, buffers)
+            for task, room in rooms:
+                self.take(task, room)
 
         return collect
 
     def supply(self, task: Task) -> list[torch.Tensor]:
+        return [self.kv[self.steps.keys(task)]] if task.keys_travel else self.of_queries(task)
+
+    def of_queries(self, task: Task) -> list[torch.Tensor]:
         raise NotImplementedError
 
-    def compute(self, task: Task, supplied: list[torch.Tensor]) -> list[torch.Tensor]:
+    def compute(self, job: Job, supplied: list[torch.Tensor]) -> list[Message]:
         raise NotImplementedError
 
     def room(self, task: Task) -> list[torch.Tensor]:
@@ -125,46 +110,18 @@ class _Pass:
     def take(self, task: Task, results: list[torch.Tensor]) -> None:
         raise NotImplementedError
 
-    def blocks(self, task: Task) -> list[Block]:
-        """Of a task: queries counted from its first row, keys from the first key of the shard."""
-        spans = self.spans[task.query]
-        if task.half is not None:
-            ((start, end),) = spans
-            rows = task.rows(end - start)
-            spans = [(start + rows.start, start + rows.stop)]
-        return self.ctx.blocks(spans, self.spans[task.key])
-
-    def local_blocks(self, task: Task) -> list[Block]:
-        """A task of this worker's in its own tensors: of a rank's own shard they hold everything, of another's what
-        its supplier sent."""
-        q_at = self.rows(task).start if self.has_queries(task) else 0
-        k_at = 0 if self.has_keys(task) else -self.keys(task).start
-        return [replace(b, q=_moved(b.q, q_at), k=_moved(b.k, k_at)) for b in self.blocks(task)]
-
-    def has_queries(self, task: Task) -> bool:
-        return task.query == self.comm.rank
-
-    def has_keys(self, task: Task) -> bool:
-        return task.key == self.comm.rank
-
     def rows(self, task: Task) -> slice:
-        """The task's part of this rank's queries."""
+        """The task's part of its queries' shard."""
         return task.rows(self.q.shape[1])
 
-    def keys(self, task: Task) -> slice:
-        """The range of the shard's keys that the task's blocks touch."""
-        return slice(min(b.k.start for b in self.blocks(task)), max(b.k.stop for b in self.blocks(task)))
-
-    def count(self, side: str) -> int:
-        """How many results this rank's queries (`side` "query") or keys ("key") get: one of each block computed here,
-        one of each task computed elsewhere."""
-        tasks = [task for step in self.steps for task in step if getattr(task, side) == self.comm.rank]
-        return sum(len(self.blocks(task)) if task.worker == self.comm.rank else 1 for task in tasks)
+    def keys_of(self, job: Job, supplied: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of a job, `[B, tokens, H_kv, D]`."""
+        return supplied[0].transpose(0, 1).chunk(2, dim=2) if job.pieces else (self.k, self.v)
 
     @cached_property
     def kv(self) -> torch.Tensor:
-        """Keys and values as they are sent, `[B, S_local, 2 * H_kv, D]`."""
-        return torch.cat([self.k, self.v], dim=2)
+        """Keys and values as they are sent, `[S_local, B, 2 * H_kv, D]`."""
+        return torch.cat([self.k.transpose(0, 1), self.v.transpose(0, 1)], dim=2)
 
 
 class _Forward(_Pass):
@@ -172,27 +129,29 @@ class _Forward(_Pass):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.partial = Partial(self.q, self.count("query"))
+        self.partial = Partial(self.q, self.steps.count_for_queries())
 
-    def supply(self, task):
-        return [self.kv[:, self.keys(task)] if task.query == task.worker else self.q[:, self.rows(task)]]
+    def of_queries(self, task):
+        return [self.q[:, self.rows(task)]]
 
-    def compute(self, task, supplied):
-        q = self.q if self.has_queries(task) else supplied[0]
-        k, v = (self.k, self.v) if self.has_keys(task) else supplied[0].chunk(2, dim=2)
-        blocks = self.local_blocks(task)
-        partial = self.partial if self.has_queries(task) else Partial(q, len(blocks))
-        attend(q, k, v, blocks, partial, self.ctx.scores)
-        return [] if self.has_queries(task) else [t.contiguous() for t in partial.result()]
+    def compute(self, job, supplied):
+        k, v = self.keys_of(job, supplied)
+        if job.tasks[0].keys_travel:
+            attend(self.q, k, v, job.blocks, self.partial, self.scores)
+            return []
+        partial = Partial(supplied[0], len(job.blocks))
+        attend(supplied[0], k, v, job.blocks, partial, self.scores)
+        return [(t.contiguous(), job.tasks[0].supplier) for t in partial.result()]
 
     def room(self, task):
-        if task.query == task.worker:
+        if task.keys_travel:
             return []
         out = self.q.new_empty(self.q[:, self.rows(task)].shape)
         return [out, out.new_empty(out.shape[0], out.shape[2], out.shape[1], dtype=lse_dtype(out))]
 
     def take(self, task, results):
-        self.partial.add(*results, q=self.rows(task))
+        if results:
+            self.partial.add(*results, q=self.rows(task))
 
 
 class _Backward(_Pass):
@@ -202,43 +161,55 @@ class _Backward(_Pass):
     def __init__(self, *args):
         *args, self.dout, self.out, self.lse = args
         super().__init__(*args)
-        self.dq = Sum(self.q, self.count("query"))
-        self.dk, self.dv = (Sum(t, self.count("key")) for t in (self.k, self.v))
+        self.dq = Sum(self.q, self.steps.count_for_queries())
+        self.dk, self.dv = (Sum(t, self.steps.count_for_keys()) for t in (self.k, self.v))
 
-    def supply(self, task):
-        if task.query == task.worker:
-            return [self.kv[:, self.keys(task)]]
+    def of_queries(self, task):
         rows = self.rows(task)
         return [self.q[:, rows], self.dout[:, rows], self.out[:, rows], self.lse[:, :, rows]]
 
-    def compute(self, task, supplied):
-        q, dout, out, lse = (self.q, self.dout, self.out, self.lse) if self.has_queries(task) else supplied
-        k, v = (self.k, self.v) if self.has_keys(task) else supplied[0].chunk(2, dim=2)
-        dq = self.dq if self.has_queries(task) else Sum(q)
-        dk, dv = (self.dk, self.dv) if self.has_keys(task) else (Sum(k), Sum(v))
-        parts = attend_backward(dout, q, k, v, out, lse, self.local_blocks(task), self.ctx.scores)
-        add_gradients(parts, dq, dk, dv)
-        if not self.has_queries(task):
-            return [dq.result().contiguous()]
-        return [] if self.has_keys(task) else [torch.cat([dk.result(), dv.result()], dim=2)]
+    def compute(self, job, supplied):
+        k, v = self.keys_of(job, supplied)
+        own = job.tasks[0].keys_travel
+        q, dout, out, lse = (self.q, self.dout, self.out, self.lse) if own else supplied
+        dq = self.dq if own else Sum(q)
+        dk, dv = (_Shares(k, job.pieces), _Shares(v, job.pieces)) if job.pieces else (self.dk, self.dv)
+        add_gradients(attend_backward(dout, q, k, v, out, lse, job.blocks, self.scores), dq, dk, dv)
+        if not own:
+            return [(dq.result().contiguous(), job.tasks[0].supplier)]
+        if not job.pieces:
+            return []
+        shares = zip(job.tasks, dk.results(), dv.results(), strict=True)
+        return [(t.contiguous(), task.supplier) for task, *pair in shares for t in pair]
 
     def room(self, task):
-        sent = self.kv[:, self.keys(task)] if task.query == task.worker else self.q[:, self.rows(task)]
-        return [sent.new_empty(sent.shape)]
+        if not task.keys_travel:
+            return [self.q.new_empty(self.q[:, self.rows(task)].shape)]
+        keys = self.steps.keys(task)
+        return [t.new_empty(t[:, keys].shape) for t in (self.k, self.v)]
 
     def take(self, task, results):
-        if task.query == task.worker:
-            for total, part in zip((self.dk, self.dv), results[0].chunk(2, dim=2), strict=True):
-                total.add(part, rows=self.keys(task))
+        if task.keys_travel:
+            for total, part in zip((self.dk, self.dv), results, strict=True):
+                total.add(part, rows=self.steps.keys(task))
         else:
-            self.dq.add(results[0], rows=self.rows(task))
+            self.dq.add(*results, rows=self.rows(task))
 
 
-def _moved(where: slice, by: int) -> slice:
-    return slice(where.start + by, where.stop + by) if by else where
+class _Shares:
+    """The gradient of keys (or values) shaped like `like`, of which each of `pieces` is another owner's: a `Sum` each.
+    A block that covers all of a piece becomes its share as a view of what the kernel wrote."""
 
+    def __init__(self, like: torch.Tensor, pieces: list[slice]):
+        self.pieces, self.sums = pieces, [Sum(like[:, at]) for at in pieces]
 
-def _only(tasks) -> Task | None:
-    found = list(tasks)
-    assert len(found) <= 1, found
-    return found[0] if found else None
+    def add(self, part: torch.Tensor, batch: slice, rows: slice) -> None:
+        """As `Sum.add`."""
+        for at, total in zip(self.pieces, self.sums, strict=True):
+            low, high = max(at.start, rows.start), min(at.stop, rows.stop)
+            if low < high:
+                share = part[:, low - rows.start : high - rows.start]
+                total.add(share, batch, slice(low - at.start, high - at.start))
+
+    def results(self) -> list[torch.Tensor]:
+        return [total.result() for total in self.sums]

@@ -1,18 +1,27 @@
 """Attention of every mode, operator level: out, dq, dk and dv on every rank equal one process's, in float64."""
 
+import threading
+from collections import Counter
+
 import pytest
 import torch
 
-from easy_context.blocks import plan_blocks
+from easy_context.blocks import Block, merged, plan_blocks
 from easy_context.comm import ProcessGroupComm
 from easy_context.kernels import KERNELS
-from easy_context.modes import AttentionContext, Mode, available_modes, get_mode
+from easy_context.kernels.base import Kernel
+from easy_context.modes import AttentionContext, Mode, available_modes, get_mode, tasks
 from easy_context.modes.dist_flash_attn import schedule
+from easy_context.modes.tasks import Steps, Task, joined, rotation
 from easy_context.modes.ulysses_attn import deal_heads, kv_of_each_query
 from easy_context.virtual import run_ranks
 
 SPLITS = [  # mode, world, ring degree
-    *[(mode, world, None) for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn") for world in range(1, 7)],
+    *[
+        (mode, world, None)
+        for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
+        for world in (1, 2, 3, 4, 5, 6, 8)
+    ],
     *[
         ("usp_attn", *split)
         for split in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2))
@@ -77,6 +86,13 @@ def error(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
+@pytest.fixture(params=["joined", "step by step"])
+def either_way(request, monkeypatch):
+    """Shards so short that steps are joined, and so long that they are not."""
+    monkeypatch.setattr(tasks, "JOINED_BYTES", 2**40 if request.param == "joined" else 0)
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("mode, world, ring_degree", SPLITS)
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (7, 1), (10, 5)])
 def test_equals_one_process(mode, world, ring_degree, heads, kv_heads):
@@ -128,6 +144,7 @@ def test_not_causal(mode, world, ring_degree):
         assert error(got, wanted) < 1e-12
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("mode, world, ring_degree", [s for s in SPLITS if s[1] in (2, 4)])
 def test_partial_maxima_far_apart(mode, world, ring_degree):
     """Scores that differ by hundreds between blocks: a merge with a plain exp overflows."""
@@ -210,6 +227,7 @@ def test_a_mode_of_ones_own_may_define_attention_alone():
         assert torch.equal(got, truth)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"])
 def test_bf16_error_does_not_grow_with_the_world(mode):
     data = inputs(length=128, heads=8, kv_heads=2, head_size=32)
@@ -239,6 +257,125 @@ def test_dist_flash_schedule_covers_every_block_once_and_is_balanced(world):
     assert all(rows == [1] * 8 for rows in rows_done.values())
     assert cost == [world / 2] * world
     assert len(schedule(world)) == world // 2 + 1
+
+
+MASKS = {
+    "causal": {},
+    "documents": {"documents": ((0, 1, 7, 30, 48), (0, 24, 25, 26, 48))},
+    "window": {"window": 19},
+    "both": {"window": 9, "documents": ((0, 3, 40, 48),) * 2},
+    "all": {"causal": False},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("most", [1, 2, 100])
+@pytest.mark.parametrize(
+    "mode, world, ring_degree",
+    [
+        *[(mode, world, None) for mode in ("zigzag_ring_attn", "dist_flash_attn") for world in (2, 3, 4, 8)],
+        *[("usp_attn", *split) for split in ((4, 2), (6, 3), (8, 4))],
+    ],
+)
+def test_steps_joined_by_any_number(mode, world, ring_degree, most, mask, monkeypatch):
+    data = inputs(heads=4, kv_heads=2)
+    monkeypatch.setattr(tasks, "JOINED_BYTES", most * 2 * data[1].nbytes // world)
+    truth = one_process(*data, **MASKS[mask])
+    for got, wanted in zip(sharded(mode, world, ring_degree, *data, **MASKS[mask]), truth, strict=True):
+        assert error(got, wanted) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "world, most, sizes",
+    [
+        (1, 4, [1]),
+        (2, 4, [1, 1]),
+        (3, 4, [1, 1, 1]),
+        (4, 4, [1, 2, 1]),
+        (8, 100, [1, 4, 2, 1]),
+        (8, 4, [1, 4, 2, 1]),
+        (8, 2, [1, 2, 2, 2, 1]),
+        (8, 1, [1] * 8),
+        (64, 4, [1] + [4] * 14 + [4, 2, 1]),
+    ],
+)
+def test_joined_steps_keep_every_task_and_their_order(world, most, sizes):
+    steps = rotation(world)
+    groups = joined(steps, most)
+    assert [len(group) // world for group in groups] == sizes
+    assert [task for group in groups for task in group] == [task for step in steps for task in step]
+    assert groups[0] == steps[0]
+
+
+BOTH_WAYS = [[Task(0, 0, 0), Task(1, 1, 1)], [Task(0, 1, 0), Task(0, 0, 1)]]  # rank 1 sends queries, then keys
+
+
+@pytest.mark.parametrize(
+    "steps", [rotation(8), joined(rotation(8), 4), joined(schedule(8), 4), joined(schedule(7), 9), BOTH_WAYS]
+)
+def test_both_sides_of_a_step_list_its_messages_in_the_same_order(steps):
+    world = len(steps[0])
+    spans = [[(100 * rank, 100 * rank + 100)] for rank in range(world)]
+    views = [Steps(rank, steps, spans, lambda q, k: plan_blocks(q, k, causal=False)) for rank in range(world)]
+    for number, step in enumerate(steps):
+        pairs = Counter((task.supplier, task.worker) for task in step if task.supplier != task.worker)
+        for (supplier, worker), messages in pairs.items():
+            received = [t for job in views[worker][number].jobs for t in job.tasks if t.supplier == supplier]
+            assert received == [t for t in views[supplier][number].supplied if t.worker == worker]
+            assert len(received) == messages
+
+
+@pytest.mark.parametrize(
+    "mode, ring_degree, together, apart",
+    [
+        ("zigzag_ring_attn", None, [4, 5, 5, 5, 4, 5, 4, 4], 8),
+        ("dist_flash_attn", None, [5, 5, 4, 4, 4, 4, 4, 4], 5),
+        ("usp_attn", 4, [3, 3, 4, 4, 3, 3, 3, 3], 4),
+    ],
+)
+def test_joined_steps_are_fewer_kernel_calls(mode, ring_degree, together, apart, monkeypatch):
+    """By rank, forward and backward."""
+    layout, data, calls = get_mode(mode).layout(8, ring_degree), inputs(kv_heads=2), Counter()
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(Kernel, name, counting(getattr(Kernel, name), calls))
+
+    def work(rank, groups):
+        ctx, own = AttentionContext(layout, 48, **groups), layout.indices(48, rank)
+        shards = [t[:, own] for t in data]
+        _, residuals = get_mode(mode).forward(*shards[:3], ctx)
+        forward = calls[threading.get_ident()]
+        get_mode(mode).backward(shards[3], residuals, ctx)
+        return forward, calls[threading.get_ident()] - forward
+
+    for joined_bytes, wanted in ((2**40, together), (0, [apart] * 8)):
+        monkeypatch.setattr(tasks, "JOINED_BYTES", joined_bytes)
+        calls.clear()
+        assert run_ranks(layout, work) == [(number, number) for number in wanted]
+
+
+def counting(function, calls: Counter):
+    def call(*args, **how):
+        calls[threading.get_ident()] += 1
+        return function(*args, **how)
+
+    return call
+
+
+def test_only_plain_rectangles_that_differ_in_one_range_become_one():
+    def block(rows, keys, batch=slice(None), **how):
+        return Block(batch, slice(*rows), slice(*keys), **{"causal": False, **how})
+
+    assert merged([block((0, 4), (0, 3)), block((0, 4), (3, 9))]) == [block((0, 4), (0, 9))]
+    assert merged([block((0, 4), (0, 3)), block((4, 6), (0, 3))]) == [block((0, 6), (0, 3))]
+    for pair in (
+        [block((0, 4), (0, 4), causal=True), block((0, 4), (4, 9))],
+        [block((0, 4), (0, 3), window_left=1), block((0, 4), (3, 9), window_left=1)],
+        [block((0, 4), (0, 4), borders=(0, 1, 4)), block((0, 4), (4, 8), borders=(0, 1, 4))],
+        [block((0, 4), (0, 3), slice(0, 1)), block((0, 4), (3, 9), slice(1, 2))],
+        [block((0, 4), (0, 3)), block((0, 4), (4, 9))],
+        [block((0, 4), (0, 3)), block((1, 4), (3, 9))],
+    ):
+        assert merged(pair) == pair
 
 
 def test_dist_flash_steps_start_nothing_that_a_later_step_supplies():

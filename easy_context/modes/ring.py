@@ -1,9 +1,9 @@
 """Attention around a ring, for any layout: the engine of `zigzag_ring_attn` and of the ring in `usp_attn`.
 
-Long shards (`JOINED_BYTES` of `tasks.py` says which) go around. Queries stay, keys and values travel: in step s, rank r holds those of rank r - s and computes the blocks that exist
-between them and its own queries, while those of rank r - s - 1 are already on their way (Ring Attention,
-https://arxiv.org/abs/2310.01889). In the backward keys and values travel once more, and the gradients of each shard
-follow it around the ring in float32, every rank adding its share, until they are back home.
+Long shards go around the ring. Queries stay, keys and values travel: in step s, rank r holds those of rank r - s and
+computes the blocks that exist between them and its own queries, while those of rank r - s - 1 are already on their way
+(Ring Attention, https://arxiv.org/abs/2310.01889). In the backward keys and values travel once more, and the gradients
+of each shard follow it around the ring in float32, every rank adding its share, until they are back home.
 
 Sent per rank and layer, N ranks, `kv` = 2 * B * S/N * H_kv * D elements, k and v in one message: forward N-1 messages
 of kv * itemsize bytes; backward the same, plus N-1 messages of kv * 4 bytes and one of kv * itemsize for gradients.
@@ -11,15 +11,17 @@ What hides them: a step's compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that u
 in the backward; it grows with the square of the shard, the bytes grow linearly. Only the gradients' last message has
 nothing left to hide behind. Held besides the shards: two kv that alternate, in the backward two in float32 besides.
 
-Short shards, and those of masks that leave whole pairs of ranks without a block, are fetched: each rank gets just the
-keys that it sees straight from their owners, those of several steps at a time, and sends each owner its share of the
-gradient, in the inputs' dtype (`tasks.py`, `scheduled.py`). Sent under the causal mask of zigzag shards: forward kv *
-itemsize to each earlier rank and half of that to each later one; backward the same, and shares in return of what came.
-That is 3/4 of the keys and values of a ring, on average, and 3/8 of its gradients' bytes in bf16, in few batches: for 8
-ranks three each way, with 3 kernel calls (4 where earlier and later ranks meet in a step) besides the own block's
-instead of 7. The first batch hides behind the own block alone, the last shares behind nothing. A ring
-crosses from host to host between two pairs of neighbours only; fetched keys cross once for every rank that sees them.
-Where several GPUs share one network card they queue for it, and a ring of hosts (`usp_attn`) sends less through it.
+Short shards (`tasks.JOINED_BYTES`), and those of masks that leave pairs of ranks without a block, are fetched: a rank
+gets just the keys that it sees straight from their owners, of several steps at a time, and sends each owner its share
+of the gradient in the inputs' dtype (`scheduled.py`). Sent by a rank with zigzag shards under a causal mask: forward
+kv * itemsize to each rank before it and half of that to each one after it; backward the same, and a share for
+whatever came. On average that is 3/4 of a ring's keys and values, and in bf16 3/8 of its gradients, in fewer, larger
+batches (8 ranks: three each way), with 3 kernel calls besides the own block's, not 7 (4, where keys of earlier and of
+later ranks meet in a step). The first batch hides behind the own block alone, the last shares behind nothing.
+
+A ring enters and leaves a host over one pair of neighbours each; fetched keys cross once for every rank that sees
+them. Where several GPUs share one network card these queue for it, which a ring would not: there `usp_attn`, its ring
+over the hosts alone, sends less.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,15 +2,18 @@
 computing cannot hide.
 
 A ring step computes while the next keys and values are on their way: only what takes longer than the computation
-shows, and in the backward the last gradients' way home. Ulysses' all-to-alls come before and after attention, so all
-of them show. Head groups exchange one after the other, in messages that many times smaller.
+shows, and in the backward the last gradients' way home. The same holds for steps of a schedule (dist_flash_attn, rings
+of short shards), of which several may be joined. Ulysses' all-to-alls come before and after attention, so all of them
+show. Head groups exchange one after the other, in messages that many times smaller.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from easy_context.modes.dist_flash_attn import schedule
+from easy_context.modes.tasks import joined, most_joined, rotation
 from easy_context.modes.ulysses_attn import deal_heads
 
 from .setting import Setting
@@ -18,13 +21,24 @@ from .setting import Setting
 Link = Callable[[float, int], float]  # bytes of a message, ranks among whom it goes around -> seconds
 
 
+class Part(NamedTuple):
+    """What a rank does in a step of a schedule. In shards: keys (with values) and queries that it sends for others to
+    compute, those of others that it computes and sends results of; and which part of all its computing falls here."""
+
+    keys_out: float = 0.0
+    queries_out: float = 0.0
+    keys_back: float = 0.0
+    queries_back: float = 0.0
+    computed: float = 0.0
+
+
 @dataclass(frozen=True)
 class Shard:
     """What one of the ranks that share a sequence holds of it: `rows` tokens of all heads."""
 
     rows: float
-    heads: int
-    kv_heads: int
+    heads: float
+    kv_heads: float
     head_size: int
     itemsize: int = 2
 
@@ -33,10 +47,20 @@ class Shard:
         """Bytes of an element of a log-sum-exp, and of the sums of gradients that travel around a ring."""
         return max(4, self.itemsize)
 
-    def of_ring(self, ulysses: int = 1) -> tuple[float, float]:
-        """Of a step: keys and values, and sums of their gradients. In USP of more tokens, and as many fewer heads."""
-        elements = 2 * self.rows * self.head_size * max(self.kv_heads, ulysses)
-        return elements * self.itemsize, elements * self.wide
+    @property
+    def pair(self) -> float:
+        """Bytes of keys and values."""
+        return 2 * self.rows * self.kv_heads * self.head_size * self.itemsize
+
+    @property
+    def most(self) -> int:
+        """How many steps are joined at the most."""
+        return most_joined(int(self.pair))
+
+    def in_ring(self, ulysses: int) -> "Shard":
+        """What travels the ring: in USP more tokens, and as many fewer heads."""
+        heads, kv_heads = self.heads / ulysses, max(1, self.kv_heads / ulysses)
+        return replace(self, rows=self.rows * ulysses, heads=heads, kv_heads=kv_heads)
 
     def of_heads(self, ranks: int) -> tuple[float, float]:
         """What the first rank sends in the all-to-all of q, k and v, and in that of the output."""
@@ -46,33 +70,45 @@ class Shard:
         kv = sum(end - start for _, (start, end) in others)
         return element * (q + 2 * kv), element * (last - first) * (ranks - 1)
 
-    def of_schedule(self, world: int, backward: bool) -> tuple[list[float], list[float]]:
-        """Per step, the most that a rank sends for others to compute, and the most that a rank sends back: each share
-        in the inputs' dtype, log-sum-exps wide."""
-        q, lse = self.rows * self.heads * self.head_size, self.rows * self.heads
-        kv = 2 * self.rows * self.kv_heads * self.head_size
-        fetched, given = [], []
-        for step in _messages(world):
-            sent, back = [0.0], [0.0]
-            for part, keys in step:
-                if keys:
-                    sent.append(kv * self.itemsize)
-                    back.append(kv * self.itemsize * backward)
-                else:
-                    sent.append(part * (q * self.itemsize * (3 if backward else 1) + lse * self.wide * backward))
-                    back.append(part * (q * self.itemsize + lse * self.wide * (not backward)))
-            fetched.append(max(sent))
-            given.append(max(back))
-        return fetched, given
+    def sent(self, part: Part, backward: bool) -> tuple[float, float]:
+        """Bytes for others to compute, and bytes back: each share in the inputs' dtype, log-sum-exps wide."""
+        q, lse = self.rows * self.heads * self.head_size * self.itemsize, self.rows * self.heads * self.wide
+        out = part.keys_out * self.pair + part.queries_out * (3 * q + lse if backward else q)
+        back = part.keys_back * self.pair * backward + part.queries_back * (q if backward else q + lse)
+        return out, back
+
+
+def parts(mode: str, world: int, most: int) -> list[list[Part]]:
+    """Per step and rank, under a causal mask: of dist_flash_attn, or of a zigzag ring whose ranks fetch from owners."""
+    zigzag = mode != "dist_flash_attn"
+
+    def add(rank: int, **more: float) -> None:
+        ranks[rank] = ranks[rank]._replace(**{name: getattr(ranks[rank], name) + more[name] for name in more})
+
+    steps = []
+    for tasks in joined(rotation(world) if zigzag else schedule(world), most):
+        ranks = [Part()] * world
+        for task in tasks:
+            rows = 1 if task.half is None else 0.5
+            keys = 0.5 if zigzag and task.key < task.query else 1  # of an earlier rank, whose second chunk comes later
+            pairs = 0.5 if zigzag or task.key == task.query else rows
+            add(task.worker, computed=pairs / (world / 2))
+            if task.supplier == task.worker:
+                continue
+            if task.keys_travel:
+                add(task.supplier, keys_out=keys)
+                add(task.worker, keys_back=keys)
+            else:
+                add(task.supplier, queries_out=rows)
+                add(task.worker, queries_back=rows)
+        steps.append(ranks)
+    return steps
 
 
 @cache
-def _messages(world: int) -> list[set[tuple[float, bool]]]:
-    """dist_flash_attn's, by step: the share of a rank's queries that a task has, and whether keys travel to them."""
-    return [
-        {(1 if t.half is None else 0.5, t.query == t.worker) for t in step if t.worker != t.supplier}
-        for step in schedule(world)
-    ]
+def _kinds(mode: str, world: int, most: int) -> list[set[Part]]:
+    """Per step, the different parts that its ranks have."""
+    return [set(of_ranks) for of_ranks in parts(mode, world, most)]
 
 
 def exposed(
@@ -82,19 +118,35 @@ def exposed(
 
     `again`: the backward also brings q, k, v and out back into the arrangement of the mode (`Mode.restore`)."""
     if mode == "dist_flash_attn":
-        return _scheduled(shard, world, computed, link, backward)
-    return _heads(shard, world // ring, link, backward and again) + _ring(shard, world, ring, computed, link, backward)
+        return _scheduled(mode, shard, world, world, computed, link, backward)
+    heads = _heads(shard, world // ring, link, backward and again)
+    shard = shard.in_ring(world // ring)
+    if ring == 1:
+        return heads
+    if shard.most > 1:
+        return heads + _scheduled(mode, shard, world, ring, computed, link, backward)
+    return heads + _ring(shard, world, ring, computed, link, backward)
 
 
 def _ring(shard: Shard, world: int, ring: int, computed: float, link: Link, backward: bool) -> float:
-    if ring == 1:
-        return 0.0
-    pair, grads = shard.of_ring(world // ring)
-    keys, sums, both, step = link(pair, world), link(grads, world), link(pair + grads, world), computed / ring
+    pair, grads, step = shard.pair, shard.pair * shard.wide / shard.itemsize, computed / ring
+    keys, sums, both = link(pair, world), link(grads, world), link(pair + grads, world)
     if not backward:
         return (ring - 1) * max(0.0, keys - step)
     home = keys  # the complete gradients, in the dtype in which they are returned
     return max(0.0, keys - step) + (ring - 2) * max(0.0, both - step) + max(0.0, sums - step) + home
+
+
+def _scheduled(mode: str, shard: Shard, world: int, ring: int, computed: float, link: Link, backward: bool) -> float:
+    """While a step computes, what the next one needs and what the previous one produced are on their way."""
+    steps = _kinds(mode, ring, shard.most)
+    bytes_of = [[shard.sent(part, backward) for part in step] for step in steps]
+    fetched, given = ([max(sizes[way] for sizes in step) for step in bytes_of] for way in (0, 1))
+    total = link(given[-1], world)
+    for at, step in enumerate(steps):
+        travelling = (fetched[at + 1] if at + 1 < len(steps) else 0) + (given[at - 1] if at else 0)
+        total += max(0.0, link(travelling, world) - computed * min(part.computed for part in step))
+    return total
 
 
 def _heads(shard: Shard, ranks: int, link: Link, again: bool) -> float:
@@ -103,17 +155,6 @@ def _heads(shard: Shard, ranks: int, link: Link, again: bool) -> float:
         return 0.0
     there, back = shard.of_heads(ranks)
     return link(there, ranks) + link(back, ranks) + (link(there + back, ranks) if again else 0.0)
-
-
-def _scheduled(shard: Shard, world: int, computed: float, link: Link, backward: bool) -> float:
-    """While a step computes, what the next one needs and what the previous one produced are on their way."""
-    fetched, given = shard.of_schedule(world, backward)
-    total = link(given[-1], world)
-    for step in range(len(fetched)):
-        share = 2 if 0 < step < world / 2 else 1  # the own block is half masked, the last one shared
-        travelling = (fetched[step + 1] if step + 1 < len(fetched) else 0) + (given[step - 1] if step else 0)
-        total += max(0.0, link(travelling, world) - computed * share / world)
-    return total
 
 
 def seconds(setting: Setting, groups: int, computed: float, *, backward: bool, again: bool) -> float:

@@ -7,7 +7,8 @@ its backward stands in `kept` from its forward on. With N rows (local tokens tim
     kept            N E (input), N (E + H D) + 4 N H (attention), or what autograd saves (everything)
     hidden states   forward x, a, y; backward x, a (come back from their tier) and the gradients dy, da
     attention       a group's q, k, v; backward those, copies of a and da, dq, dk, dv, and the kernel's float32 sums
-    exchange        what a ring receives while it computes, and its float32 sums; a second copy in the all-to-all
+    exchange        what a ring receives while it computes, and its float32 sums, or of joined steps (`modes/tasks.py`)
+                    keys and values of two and gradients of two; a second copy in the all-to-all
     tiles           of the MLP: 6 T M backward; of the loss
     layer gradients the layer's weights' in float32 while its tiles are at work
 """
@@ -18,6 +19,7 @@ from itertools import accumulate, groupby
 
 from easy_context.memory.plan import LayerPlan
 from easy_context.memory.tiled_loss import TILE_BYTES_CUDA
+from easy_context.modes.tasks import most_joined
 
 from .setting import BF16, Setting
 
@@ -86,11 +88,14 @@ def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, 
     q = n * s.attention_size / groups * BF16
     kv = 2 * n * s.kv_heads * s.head_size / min(groups, s.kv_heads) * BF16
     work = setting.costs.attention_workspace / BF16 * q
-    shared = 2 * kv if s.kv_heads < s.heads else 0  # dk, dv of shared heads are summed in float32
+    several = min(most_joined(int(kv)), max(1, setting.ring // 2))  # shards of keys that a joined step computes on
+    shared = 2 * kv * several if s.kv_heads < s.heads else 0  # dk, dv of shared heads are summed in float32
     copies = 2 * q if groups > 1 else 0  # a group's part of a and of da
     computing = 2 * (q + kv) + copies + work + shared if backward else 2 * q + kv
     exchange = 0.0
-    if setting.ring > 1:
+    if several > 1:  # a step's keys, half as many of the next; backward: their gradients, sent and received
+        exchange += kv * (1 + several * (3.25 if backward else 1.5)) + (2 * q if backward else 3 * q)
+    elif setting.ring > 1:
         exchange += 2 * kv + (2 * q + 6 * kv if backward else 3 * q)
     if setting.ulysses > 1:
         exchange += q + kv + (q if backward else 0)

@@ -340,6 +340,20 @@ def test_wrong_settings(wrong, named):
         plan("llama-3.1-8b", seq_length=4096, **wrong)
 
 
+def test_tables_of_kernels_need_not_be_alike():
+    """As measured where some are not installed, or cannot do every head size."""
+    some = replace(HARDWARE["H200"], kernels={"cudnn": {64: (2e12, 1e12)}, "torch_flash": {128: (4e12, 3e12)}})
+    assert some.kernel(None, 128) == ("torch_flash", 4e12, 3e12)
+    assert some.kernel("cudnn", 128) == ("cudnn", 2e12, 1e12)
+    assert some.kernel("flash_attn_2", 128) == ("flash_attn_2", 4e12, 3e12)
+    with pytest.raises(ValueError, match="flash_attn_4: no figures on H200; one of cudnn, torch_flash"):
+        some.kernel("flash_attn_4", 128)
+    own = replace(some, kernels={**some.kernels, "flash_attn_2": {128: (5e12, 4e12)}})
+    assert own.kernel("flash_attn_2", 128) == ("flash_attn_2", 5e12, 4e12)
+    with pytest.raises(ValueError, match="no figures on H200; one of none"):
+        replace(some, kernels={}).kernel(None, 128)
+
+
 def test_training_on_this_machine():
     made = for_training(tiny_model().config, world_size=2, seq_length=512, device=torch.device("cpu"))
     assert made.setting.gpus == 2 and len(made.memory_plan.layers) == 2

@@ -35,20 +35,18 @@ class Hardware:
     compiles: bool = True  # elementwise work, by torch.compile, where a plan leaves it open
 
     def kernel(self, name: str | None, head_size: int) -> tuple[str, float, float]:
-        """`(name, forward, backward)` FLOP/s; None takes the fastest. The nearest head size in the table counts.
+        """`(name, forward, backward)` FLOP/s; None takes the fastest. A kernel's nearest head size in the table counts.
 
         Raises:
-            ValueError: the table has no such kernel for this device.
+            ValueError: the table has no such kernel for this device, or none at all.
         """
-        if name == "flash_attn_2" and "torch_flash" in self.kernels:  # one algorithm, built in and as a package
-            return ("flash_attn_2", *self.kernel("torch_flash", head_size)[1:])
-        if name is not None and name not in self.kernels:
-            raise ValueError(f"--kernel {name}: no figures on {self.name}; one of {', '.join(self.kernels)}")
-        size = min(next(iter(self.kernels.values())), key=lambda known: abs(known - head_size))
-        name = name or min(
-            self.kernels, key=lambda known: 1 / self.kernels[known][size][0] + 2.5 / self.kernels[known][size][1]
-        )
-        return (name, *self.kernels[name][size])
+        speeds = {known: sizes[min(sizes, key=lambda s: abs(s - head_size))] for known, sizes in self.kernels.items()}
+        if "torch_flash" in speeds:  # one algorithm, built in and as a package
+            speeds.setdefault("flash_attn_2", speeds["torch_flash"])
+        if not speeds or name not in (None, *speeds):
+            raise ValueError(f"--kernel {name}: no figures on {self.name}; one of {', '.join(speeds) or 'none'}")
+        name = name or min(speeds, key=lambda known: 1 / speeds[known][0] + 2.5 / speeds[known][1])
+        return (name, *speeds[name])
 
     def message(self, size: float, *, crosses_nodes: bool = False) -> float:
         """Seconds of a message of `size` bytes between two GPUs, each way at once."""

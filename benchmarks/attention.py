@@ -57,6 +57,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.picture or args.profile) and not args.output:
         parser.error("--picture and --profile need --output")
+    if not (args.virtual_ranks or args.backend == "gloo" or "LOCAL_RANK" in os.environ):
+        parser.error("start it with torchrun, or give --backend gloo or --virtual-ranks W")
     return args
 
 

@@ -76,6 +76,14 @@ def test_table_and_json(tmp_path, how, masks):
     assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in profile
 
 
+def test_who_computes_has_to_be_said(benchmarks, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["attention.py"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit):
+        benchmarks("attention").main()
+    assert "torchrun, or give --backend gloo or --virtual-ranks" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_timeline_of_a_gpu(benchmarks):
     """Milliseconds 0-4 and 6-9 attention, 9-10 merge; a message from 3 to 7, of which 2 ms lie beside attention."""
     names = [("flash_fwd", 7, 0, 4), ("flash_bwd", 7, 6, 9), ("_merge", 7, 9, 10), ("ncclDevKernel_SendRecv", 20, 3, 7)]

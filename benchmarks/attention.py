@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from measure import Inputs, measure
 from peers import PEERS, peers
-from report import Row, rows_of, write, write_profile
+from report import Row, rows_of, write
 from systems import one_call, one_process, our_modes
 from timeline import timelines
 from workload import Workload
@@ -68,7 +68,7 @@ def main() -> None:
         sys.path.insert(0, args.peers_path)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [args.peers_path, os.environ.get("PYTHONPATH")]))
     if args.virtual_ranks:
-        write(_virtual(args), args)
+        _virtual(args)
     elif args.backend == "gloo":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -88,30 +88,32 @@ def _gloo_process(rank: int, args: argparse.Namespace, port: int) -> None:
 
 
 def _real(args: argparse.Namespace, device: torch.device) -> None:
-    rows = []
+    rows, profiles = [], []
     for mask in args.masks:
-        rows += _rank(args, mask, device)
+        rows += _rank(args, mask, device, profiles)
     if dist.get_rank() == 0:
-        write(rows, args)
+        write(rows, profiles, args)
     dist.destroy_process_group()
 
 
-def _virtual(args: argparse.Namespace) -> list[Row]:
+def _virtual(args: argparse.Namespace) -> None:
     from virtual_group import become
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    world, rows = args.virtual_ranks, []
+    world, rows, profiles = args.virtual_ranks, [], []
     for mask in args.masks:
         for rank in args.ranks or ([0, world - 1] if mask == "causal" else range(world)):
             become(rank, world)
-            rows += _rank(args, mask, device, virtual=True)
+            rows += _rank(args, mask, device, profiles, virtual=True)
             dist.destroy_process_group()
             reset_mesh()
-    return rows
+    write(rows, profiles, args)
 
 
-def _rank(args: argparse.Namespace, mask: str, device: torch.device, virtual: bool = False) -> list[Row]:
-    """Everything that is measured as one rank of one world."""
+def _rank(
+    args: argparse.Namespace, mask: str, device: torch.device, profiles: list[str], virtual: bool = False
+) -> list[Row]:
+    """Everything that is measured as one rank of one world; to `profiles` the text that --profile asks for."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = args.seq_length, args.heads, args.kv_heads, args.head_size
     work, causal = (Workload(*sizes, DTYPES[args.dtype], m) for m in (mask, "causal"))
@@ -127,9 +129,8 @@ def _rank(args: argparse.Namespace, mask: str, device: torch.device, virtual: bo
         systems = [*(one_call(kernel, causal, world) for kernel in used), *systems]
     times = measure(systems, work, device, args.repeats, virtual)
     if args.profile:
-        text = f"# {mask}, rank {rank} of {world}\n\n{timelines(systems, Inputs(work, device), device, rank)}\n"
-        if virtual or rank == 0:
-            write_profile(text, args)
+        spent = timelines(systems, Inputs(work, device), device, rank)
+        profiles.append(f"# {mask}, rank {rank} of {world}\n\n{spent}\n")
     return rows_of(systems, times, work, rank, world, ring, args.link, device)
 
 

@@ -88,7 +88,7 @@ def compare(rows: list[Row]) -> list[Row]:
     return list(slowest.values())
 
 
-def write(rows: list[Row], args: argparse.Namespace) -> None:
+def write(rows: list[Row], profiles: list[str], args: argparse.Namespace) -> None:
     """Print the table; write the files that `args` asks for."""
     table = compare(rows)
     about = _about(args)
@@ -104,14 +104,8 @@ def write(rows: list[Row], args: argparse.Namespace) -> None:
             from picture import draw
 
             draw(table, about, output.with_name(output.name + ".png"))
-
-
-def write_profile(text: str, args: argparse.Namespace) -> None:
-    """Append to PREFIX_profile.md."""
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.with_name(output.name + "_profile.md").open("a") as file:
-        file.write(text)
+        if args.profile:
+            output.with_name(output.name + "_profile.md").write_text("".join(profiles))
 
 
 def _about(args: argparse.Namespace) -> dict[str, str]:

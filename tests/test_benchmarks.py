@@ -51,6 +51,10 @@ def run(*arguments: str) -> str:
 def test_table_and_json(tmp_path, how, masks):
     output = tmp_path / "made" / "table"
     report = ["--peers", "--repeats", "1", "--picture", "--profile", "--output", str(output)]
+    profile = tmp_path / "made" / "table_profile.md"
+    if "--link" in how:
+        profile.parent.mkdir()
+        profile.write_text("of an earlier run")
     run("benchmarks/attention.py", *how, *SIZES, "--masks", *masks, *report)
     lines = output.with_suffix(".md").read_text().splitlines()
     head = next(line for line in lines if line.startswith("|"))
@@ -71,9 +75,10 @@ def test_table_and_json(tmp_path, how, masks):
             if row["mode"] in MODES and row["mask"] == "causal"
         )
     assert output.with_suffix(".png").stat().st_size > 1000
-    profile = (tmp_path / "made" / "table_profile.md").read_text()
-    assert all(f"easy_context, {mode}, cpu_flash" in profile for mode in MODES)
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in profile
+    text = profile.read_text()
+    assert "earlier run" not in text and all(f"# {mask}, rank 0" in text for mask in masks)
+    assert all(f"easy_context, {mode}, cpu_flash" in text for mode in MODES)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in text
 
 
 def test_who_computes_has_to_be_said(benchmarks, monkeypatch, capsys):

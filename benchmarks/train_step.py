@@ -11,16 +11,18 @@ README.md beside this file says how it measures. Prints a table; `--output PREFI
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from step_plans import NAMES
 from step_report import write
 from step_systems import DTYPES, PEERS
 
 SYSTEMS = ("fast", "lean", "transformers-flash", "transformers-cudnn", "transformers-cudnn-offload", "alst")
+GRACE_SECONDS = 10  # from SIGTERM to SIGKILL, after --timeout
 TINY = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_size": 16, "vocab": 97, "layers": 2}
 
 
@@ -115,17 +117,27 @@ def run(settings: dict, args: argparse.Namespace) -> dict:
         described.write_text(json.dumps(settings))
         command = [sys.executable, *launch, str(here / "step_worker.py"), str(described), str(result)]
         with open(Path(folder, "log"), "w+") as log:
-            worker = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            worker = psutil.Popen(command, env=environment, stdout=log, stderr=log)
             try:
                 code = worker.wait(args.timeout)
-            except subprocess.TimeoutExpired:
-                worker.terminate()
+            except psutil.TimeoutExpired:
+                stop(worker)
                 code = f"{worker.wait()} after {args.timeout} s"
             log.seek(0)
             said = log.read()
         if code != 0:
             print("\n".join(said.splitlines()[-12:]), file=sys.stderr, flush=True)
         return json.loads(result.read_text()) if result.exists() else {"failure": f"ended with exit code {code}"}
+
+
+def stop(worker: psutil.Popen) -> None:
+    """End a worker and all that it has started; torchrun's processes lead sessions of their own."""
+    running = [worker, *worker.children(recursive=True)]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for process in running:
+            with suppress(psutil.NoSuchProcess):
+                end(process)
+        _, running = psutil.wait_procs(running, GRACE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 import sys
 from argparse import Namespace
 
+import psutil
 import pytest
 import torch
 from test_benchmarks import ROOT, run
@@ -78,6 +79,29 @@ def test_two_processes_and_a_failure(step, tmp_path):
     assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert peer["failure"].startswith("ValueError: transformers-flash is compared with on one GPU only")
     assert output.with_suffix(".md").read_text() in printed
+
+
+DEAF = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) == 3:
+    subprocess.Popen([sys.executable, __file__], start_new_session=True)
+Path(__file__ + str(os.getpid())).touch()
+time.sleep(600)
+"""
+
+
+def test_a_worker_that_does_not_listen_is_ended_with_its_children(step, tmp_path, monkeypatch):
+    train_step = step("train_step")
+    (tmp_path / "step_worker.py").write_text(DEAF)
+    monkeypatch.setattr(train_step, "__file__", str(tmp_path / "train_step.py"))
+    monkeypatch.setattr(train_step, "GRACE_SECONDS", 0.5)
+    row = train_step.run({}, Namespace(gpus=1, peers_path=None, timeout=2))
+    assert row == {"failure": "ended with exit code -9 after 2 s"}
+    processes = [int(path.name.removeprefix("step_worker.py")) for path in tmp_path.glob("step_worker.py?*")]
+    running = [p.pid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE]
+    assert len(processes) == 2 and not set(processes) & set(running)
 
 
 def test_what_the_clock_is_divided_by(step, monkeypatch):

@@ -12,6 +12,7 @@ from torch import nn
 
 CACHES = ("past_key_values", "cache")
 _MIXES_TOKENS = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|ShortConv|Recurrent|RWKV|RGLRU")
+_MIXING_SETTINGS = ("attn_temperature_tuning", "keep_window_size")  # Llama 4's; Doge's masks that depend on values
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -27,8 +28,7 @@ def refuse_decoder(decoder: nn.Module) -> None:
     strange = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     strange |= {type(m).__name__ for m in decoder.modules() if _MIXES_TOKENS.search(type(m).__name__)}
     strange |= {type(m).__name__ for m in decoder.modules() if isinstance(m, (nn.Conv1d, nn.RNNBase))}
-    if getattr(config, "attn_temperature_tuning", False):
-        strange.add("attn_temperature_tuning")
+    strange |= {name for name in _MIXING_SETTINGS if getattr(config, name, None)}
     if strange:
         raise ValueError(
             f"{name} mixes tokens outside full or sliding-window attention ({', '.join(sorted(strange))}): not "

@@ -327,7 +327,7 @@ def test_what_sharded_attention_cannot_honour_is_refused_by_name():
     assert "only a fall to 0" in raised(tiny_model(), ids, position_ids=torch.tensor([[*range(6, 12), *range(2, 8)]]))
 
 
-@pytest.mark.parametrize("family", ["jamba", "qwen3_next", "lfm2", "llama4_text", "bart", "falcon_h1"])
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next", "lfm2", "llama4_text", "bart", "falcon_h1", "doge"])
 def test_models_that_mix_tokens_outside_attention_are_refused(family):
     from transformers import AutoConfig, AutoModel
 

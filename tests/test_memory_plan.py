@@ -332,6 +332,26 @@ def test_copied_pickled_and_compiled_models_follow_the_plan(tmp_path):
     assert max(error(weight.grad, truth[1][name]) for name, weight in model.named_parameters()) < 1e-12
 
 
+@pytest.mark.parametrize("tier", ["gpu", "host", "disk"])
+def test_an_input_that_is_changed_after_the_forward(tier, tmp_path):
+    """Where it stayed in place the backward refuses, as autograd would; elsewhere it does not matter."""
+    model, seen = tiny_model(), []
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    truth = gradients(model, batch())
+    model.zero_grad()
+    apply_memory_plan(model, MemoryPlan.uniform(2, tier=tier, tile_size=10, disk=str(tmp_path)))
+    model.model.layers[1].register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    loss = _loss(model, batch())
+    with torch.no_grad():
+        seen[0][0, 0].add_(1)
+    if tier == "disk":
+        loss.backward()
+        assert max(error(weight.grad, truth[1][name]) for name, weight in model.named_parameters()) < 1e-12
+    else:
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+
+
 MODES = ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"]
 
 

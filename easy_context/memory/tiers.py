@@ -74,7 +74,8 @@ class Store:
 
     def keep(self, rows: Tensor, tier: str, chunk: int, *, exact: bool = False) -> "Kept":
         """Keep `rows` [N, ...], contiguous, in a tier; they start to leave, `chunk` rows at a time, behind what the
-        current stream was given until now. They may be written to after `settle`. `exact` rows are never compressed.
+        current stream was given until now. They may be written to after `settle`, unless they stay where they are (tier
+        "gpu"; on a CPU, "host" too). `exact` rows are never compressed.
 
         Raises:
             MemoryError: no host memory is left.
@@ -116,7 +117,7 @@ class Kept:
     """Rows that stayed where they are; and what every kept tensor can do."""
 
     def __init__(self, rows: Tensor):
-        self._rows = rows
+        self._rows, self._version = rows, rows._version
 
     def fetch(self) -> None:
         """Start the way back to the device. Does nothing when the rows are there or on their way."""
@@ -129,7 +130,13 @@ class Kept:
 
         Raises:
             OSError: rows could not be written to disk, or read from it.
+            RuntimeError: rows that stayed where they are were written to, which autograd would refuse as well.
         """
+        if self._rows._version != self._version:
+            raise RuntimeError(
+                "what a layer keeps for its backward was modified by an inplace operation after the layer's forward: "
+                "let that operation work on a copy"
+            )
         return self._rows
 
     def drop(self) -> None:

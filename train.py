@@ -7,6 +7,8 @@ Batch sizes, learning rate, schedule and clipping are set by the flags alone; a 
 "auto". Writes the model, its tokenizer, metrics.jsonl and checkpoints/step_N to --output-dir.
 """
 
+import functools
+import logging
 import math
 import os
 import time
@@ -32,6 +34,7 @@ from easy_context.rope import set_rope
 from easy_context.script import run
 from easy_context.train_flags import check, parse_args, step_settings
 
+logger = logging.getLogger("easy_context")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -92,6 +95,11 @@ def shard(batch: dict, args: Namespace, accelerator) -> dict:
     return {name.removeprefix("local_"): tensor for name, tensor in local.items()}
 
 
+@functools.cache
+def say_no_targets() -> None:
+    logger.warning("a step without a token to predict: all labels are -100, or loss_mask is 0; its loss is 0")
+
+
 def train_step(model, optimizer, batches: list[dict], step: int, args: Namespace, accelerator) -> dict:
     """One optimizer step: loss is the token mean over all micro-batches and ranks, grad_norm is before clipping."""
     for group in optimizer.param_groups:
@@ -111,6 +119,8 @@ def train_step(model, optimizer, batches: list[dict], step: int, args: Namespace
         loss += float(reported)
     if not math.isfinite(loss + float(norm)):
         raise ValueError(f"step {step + 1}: loss {loss}, gradient norm {float(norm)}: lower --learning-rate")
+    if not num_items:
+        say_no_targets()
     return {"step": step + 1, "loss": loss, "grad_norm": float(norm), "lr": learning_rate(step, args)}
 
 

@@ -135,6 +135,15 @@ def test_one_process_follows_a_plain_loop_over_all_rows(material, tmp_path):
         assert_follows([record], [{**record, "loss": loss.item(), "grad_norm": norm.item(), "lr": rate}], 1e-5)
 
 
+def test_labels_that_leave_nothing_to_predict_are_told_once(material, tmp_path):
+    rows = Dataset.load_from_disk(material / "train").remove_columns("loss_mask")
+    rows.map(lambda row: {"labels": [-100] * len(row["input_ids"])}).save_to_disk(tmp_path / "rows")
+    flags = {"--dataset": tmp_path / "rows", "--max-train-steps": 2}
+    run = start("torchrun-2", material, tmp_path / "output", **flags)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("all labels are -100") == 1
+
+
 def test_zero3_with_offload_follows_one_process(runs):
     output, records = runs("zero3")
     truth = runs("serial")[1]

@@ -1,11 +1,13 @@
 """Layers that follow a memory plan equal the model as transformers wrote it: loss and every gradient."""
 
 import copy
+import os
 import pickle
+import sys
 
 import pytest
 import torch
-from harness import error, spawn, tiny_model
+from harness import error, free_port, spawn, tiny_model
 from torch.distributed.fsdp import fully_shard
 
 import easy_context as ec
@@ -406,6 +408,43 @@ def _engine_step(engine, rank, world):
     loss.backward()
     whole = {name: w.grad.full_tensor() if engine == "fsdp2" else w.grad for name, w in model.named_parameters()}
     return reported.item(), whole
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_head_groups_under_zero3(tmp_path):
+    """Qwen3 norms queries and keys: small weights that all groups share, beside others of which each has its rows."""
+    pytest.importorskip("deepspeed")
+    torch.multiprocessing.spawn(_zero3_step, (2, free_port(), tmp_path), nprocs=2)
+    truth = gradients(tiny_model("qwen3", torch.float32), batch())
+    for rank in range(2):
+        assert worst(torch.load(tmp_path / str(rank)), truth) < 1e-5
+
+
+def _zero3_step(rank, world, port, path):
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+    from transformers.integrations import HfDeepSpeedConfig
+
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # ninja, as pip installs it
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    ec.init_seq_parallel(world)
+    model = tiny_model("qwen3", torch.float32)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    told = HfDeepSpeedConfig(config)  # as Accelerate tells transformers; in force while somebody holds it
+    ec.apply_seq_parallel_monkey_patch("zigzag_ring_attn", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2, head_groups=2, tile_size=7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(
+        model=ec.CausalLMWithLoss(model), optimizer=optimizer, config=told.config, dist_init_required=False
+    )
+    local = ec.prepare_seq_parallel_inputs("zigzag_ring_attn", *batch(), rank, world, "cpu")
+    loss, reported = engine(**{k.removeprefix("local_"): v for k, v in local.items()})
+    engine.backward(loss)
+    assert all(weight.numel() == 0 for weight in model.parameters()), "a weight is whole between the passes"
+    torch.save((reported.item(), {n: safe_get_full_grad(w) for n, w in model.named_parameters()}), path / str(rank))
 
 
 def test_what_a_plan_cannot_do_is_refused():

@@ -103,12 +103,13 @@ def test_timeline_of_a_gpu(benchmarks):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("joined_bytes", [0, 2**18, 2**27])
 @pytest.mark.parametrize("world, ring, rank", [(4, 2, 0), (8, 2, 0), (5, 5, 0), (8, 4, 0), (8, 8, 3), (8, 4, 7)])
-def test_bytes_are_those_that_the_modes_send(benchmarks, monkeypatch, world, ring, rank, joined_bytes):
+def test_bytes_are_those_that_the_modes_send(benchmarks, monkeypatch, world, ring, rank, joined_bytes, dtype):
     """The bytes behind the limit, against what a virtual world counts."""
     monkeypatch.setattr(tasks, "JOINED_BYTES", joined_bytes)
-    group, shard = benchmarks("virtual_group"), Shard(80, 16, 8, 16, itemsize=4)
+    group, shard = benchmarks("virtual_group"), Shard(80, 16, 8, 16, dtype.itemsize)
     heads, inner = sum(shard.of_heads(world)), sum(shard.of_heads(world // ring))
 
     def of_schedule(mode: str, size: int, at: int, held: Shard) -> list[float]:
@@ -118,7 +119,8 @@ def test_bytes_are_those_that_the_modes_send(benchmarks, monkeypatch, world, rin
     def of_ring(mode: str, size: int, at: int, held: Shard) -> list[float]:
         if held.most > 1:
             return of_schedule(mode, size, at, held)
-        return [(size - 1) * held.pair, (2 * size - 1) * held.pair]  # float32 throughout
+        sums = held.pair * held.wide / held.itemsize  # which go home in the gradients' own dtype
+        return [(size - 1) * held.pair, (size - 1) * (held.pair + sums) + held.pair]
 
     expected = {
         "zigzag_ring_attn": of_ring("zigzag_ring_attn", world, rank, shard),
@@ -131,7 +133,7 @@ def test_bytes_are_those_that_the_modes_send(benchmarks, monkeypatch, world, rin
     try:
         group.become(rank, world)
         init_seq_parallel(world, ring)
-        leaves = [torch.randn(1, 80, heads, 16, requires_grad=True) for heads in (16, 8, 8)]
+        leaves = [torch.randn(1, 80, heads, 16, dtype=dtype, requires_grad=True) for heads in (16, 8, 8)]
         for mode in MODES:
             if world == 5 and mode == "ulysses_attn":
                 continue  # 16 heads on 5 ranks: the first rank's share is not everybody's

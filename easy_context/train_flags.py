@@ -66,7 +66,8 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--prefetch", action="store_true", help="with --keep: what layers keep comes back one layer ahead")
     add("--compress", choices=["int8"], help="with --keep: what leaves the GPU in 8 bits; not exact")
     add("--disk", metavar="DIR", help="with --keep: of the tier disk")
-    add("--host-memory", type=size, metavar="SIZE", help="of a node, such as 1TB; default: what it says it has")
+    how = "of a node, such as 1TB: all of it with --keep auto, with another --keep what layers may take beside weights "
+    add("--host-memory", type=size, metavar="SIZE", help=f"{how}and optimizer; default: what it says it has")
     add = parser.add_argument_group("running").add_argument
     add("--checkpointing-steps", type=int, metavar="N", help="write a checkpoint every N steps")
     add("--resume", nargs="?", const="", metavar="DIR", help="from this checkpoint, or the newest complete one")

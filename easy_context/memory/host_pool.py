@@ -64,8 +64,11 @@ class HostPool(Pool):
         self._made = weakref.WeakSet()
 
     def require(self, size: int) -> None:
-        """Raises:
-        MemoryError: the pool could not hold `size` bytes in all, what it holds already among them.
+        """Asks for this process alone: ranks do not tell each other what they have locked, so what they need together
+        may pass here and run out in `make`, with the same error, during the first step.
+
+        Raises:
+            MemoryError: the pool could not hold `size` bytes in all, what it holds already among them.
         """
         room = self._available() + self._held()
         if self.limit is None:  # ranks of one machine need as much again each, whoever has locked it first

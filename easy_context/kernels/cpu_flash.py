@@ -38,7 +38,8 @@ class CpuFlash(Kernel):
 
     def compute_backward(self, dout, q, k, v, out, lse, variant, scale):
         causal, mask = _masks(q, k, variant)
-        dout, q, k, v, out = heads_first(dout, q, k, v, out)
+        # Read once a tile of the others: a row of 32 heads of 128 between two of one head costs 5 to 15% of the time.
+        dout, q, k, v, out = (t.contiguous() for t in heads_first(dout, q, k, v, out))
         return heads_first(
             *aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale

@@ -174,9 +174,9 @@ def _joined(ranges: Sequence[HeadRange], parts: Sequence[torch.Tensor]) -> torch
     several times."""
     batch, length, _, head_size = parts[0].shape
     heads = max(end for _, end in ranges)
-    repeated = sum(end - start for start, end in ranges) > heads
-    dtype = lse_dtype(parts[0]) if repeated else parts[0].dtype
-    total = parts[0].new_empty(batch, length, heads, head_size, dtype=dtype)
+    if sum(end - start for start, end in ranges) == heads:
+        return torch.cat(list(parts), dim=2, out=parts[0].new_empty(batch, length, heads, head_size))
+    total = parts[0].new_empty(batch, length, heads, head_size, dtype=lse_dtype(parts[0]))
     done = 0
     for (start, end), part in zip(ranges, parts, strict=True):
         again = max(min(done, end) - start, 0)

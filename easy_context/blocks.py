@@ -55,7 +55,7 @@ def plan_blocks(
         if list(q_spans) == list(k_spans) or not causal:  # local order is the sequence's: one call does it
             return [Block(_ALL, slice(0, _length(q_spans)), slice(0, _length(k_spans)), causal)]
         return merged(list(_pairs(q_spans, k_spans, causal, None, None, _ALL)))
-    if documents is None or len(set(documents)) == 1:
+    if documents is None or documents.count(documents[0]) == len(documents):
         return list(_pairs(q_spans, k_spans, causal, window, documents and documents[0], _ALL))
     return [
         block

@@ -11,7 +11,7 @@ from easy_context.comm import ProcessGroupComm
 from easy_context.kernels import KERNELS
 from easy_context.kernels.base import Kernel
 from easy_context.modes import AttentionContext, Mode, available_modes, get_mode, tasks
-from easy_context.modes.dist_flash_attn import schedule
+from easy_context.modes.dist_flash_attn import HALF, schedule
 from easy_context.modes.tasks import Steps, Task, joined, rotation
 from easy_context.modes.ulysses_attn import deal_heads, kv_of_each_query
 from easy_context.virtual import run_ranks
@@ -251,8 +251,7 @@ def test_dist_flash_schedule_covers_every_block_once_and_is_balanced(world):
             rows = rows_done.setdefault((task.query, task.key), [0] * 8)
             for row in range(*task.rows(8).indices(8)):
                 rows[row] += 1
-            share = 0.5 if task.half is not None or task.query == task.key else 1.0
-            cost[task.worker] += share
+            cost[task.worker] += 0.5 if task.query == task.key else task.stop - task.start
     assert set(rows_done) == {(q, k) for q in range(world) for k in range(q + 1)}
     assert all(rows == [1] * 8 for rows in rows_done.values())
     assert cost == [world / 2] * world
@@ -307,11 +306,13 @@ def test_joined_steps_keep_every_task_and_their_order(world, most, sizes):
     assert groups[0] == steps[0]
 
 
-BOTH_WAYS = [[Task(0, 0, 0), Task(1, 1, 1)], [Task(0, 1, 0), Task(0, 0, 1)]]  # rank 1 sends queries, then keys
+OWN = [Task(0, 0, 0), Task(1, 1, 1)]
+BOTH_WAYS = [OWN, [Task(0, 1, 0), Task(0, 0, 1)]]  # rank 1 sends queries, then keys
+CUT = [OWN, [Task(0, 1, 0, stop=HALF), Task(1, 1, 0, HALF), Task(1, 0, 1, stop=HALF), Task(0, 0, 1, HALF)]]
 
 
 @pytest.mark.parametrize(
-    "steps", [rotation(8), joined(rotation(8), 4), joined(schedule(8), 4), joined(schedule(7), 9), BOTH_WAYS]
+    "steps", [rotation(8), joined(rotation(8), 4), joined(schedule(8), 4), joined(schedule(7), 9), BOTH_WAYS, CUT]
 )
 def test_both_sides_of_a_step_list_its_messages_in_the_same_order(steps):
     world = len(steps[0])

@@ -8,6 +8,7 @@ of the residuals only `out` (local) and `lse` have cost an attention to compute,
 forward, in which all layers share its plans, and serves recomputation too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -59,21 +60,30 @@ class AttentionContext:
         """What each rank of the ring holds."""
         return [self.layout.ring_spans(self.seq_len, rank) for rank in range(self.layout.ring)]
 
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether documents or a window leave less than a causal mask, or than all."""
+        return self.documents is not None or self._window is not None
+
     def blocks(self, q_spans: list[Span], k_spans: list[Span]) -> list[Block]:
         """`plan_blocks` under this context's masks, computed once per forward."""
-        window = None if self.window is None or self.window >= self.seq_len else self.window
-        key = (self.causal, window, *q_spans, None, *k_spans)
-        if key not in self._plans:
-            masks = {"causal": self.causal, "window": window, "documents": self.documents}
-            self._plans[key] = plan_blocks(q_spans, k_spans, **masks)
-        return self._plans[key]
+        masks = {"causal": self.causal, "window": self._window, "documents": self.documents}
+        return self.once((*q_spans, None, *k_spans), lambda: plan_blocks(q_spans, k_spans, **masks))
 
     def is_dense(self, spans: list[list[Span]]) -> bool:
         """Whether every rank's queries see some keys of every rank."""
-        key = (self.causal, self.window, "dense")
+        return self.once(("dense",), lambda: all(self.blocks(mine, theirs) for mine in spans for theirs in spans))
+
+    def once(self, what: tuple, find: Callable):
+        """`find()`, which depends on `what` and on the masks, computed once per forward."""
+        key = (self.causal, self._window, *what)
         if key not in self._plans:
-            self._plans[key] = all(self.blocks(mine, theirs) for mine in spans for theirs in spans)
+            self._plans[key] = find()
         return self._plans[key]
+
+    @property
+    def _window(self) -> int | None:
+        return None if self.window is None or self.window >= self.seq_len else self.window
 
 
 def groups_of(mesh: SeqParallelMesh) -> dict[str, Comm]:

@@ -15,14 +15,23 @@ lse in float32. With few KV heads and many ranks that is half of what a ring mov
 the step before, what it yields during the step after: each hides behind a whole block of compute, 4 * B * (S/N)^2 * H
 * D FLOPs forward. Where shards are short, steps are joined (`tasks.joined`): the same bytes in fewer batches, a rank's
 own queries against all keys of a step in one kernel call, queries of other ranks one by one; what the first large step
-needs then has only the own block, half as much compute, to hide behind. Choose it when contiguous shards matter
-(convolutions, local windows, data that arrive in order).
+needs then has only the own block, half as much compute, to hide behind.
+
+Documents and windows upset that balance. Where they do, `balance.py` says anew who helps whom, with which rows. Between
+contiguous shards less can be evened out than between zigzag ones: a rank in the middle of a document has blocks with
+that document's ranks alone. Choose this mode when contiguous shards matter (convolutions, local windows, data that
+arrive in order).
 """
 
+from fractions import Fraction
+
 from ..layout import Layout
+from .balance import rebalanced
 from .base import AttentionContext, Gradients, Mode, Residuals
 from .scheduled import scheduled_backward, scheduled_forward, steps_to_join
 from .tasks import Schedule, Task, joined, rotation
+
+HALF = Fraction(1, 2)
 
 
 class DistFlashAttention(Mode):
@@ -40,8 +49,9 @@ class DistFlashAttention(Mode):
 
 
 def _who_does_what(k, ctx: AttentionContext):
-    steps = schedule(ctx.layout.ring) if ctx.causal else rotation(ctx.layout.ring)
-    return ctx, ctx.sequence, ctx.ring_spans(), joined(steps, steps_to_join(k))
+    spans, plain = ctx.ring_spans(), schedule if ctx.causal else rotation
+    steps = rebalanced(ctx, plain, spans) or plain(len(spans))
+    return ctx, ctx.sequence, spans, joined(steps, steps_to_join(k))
 
 
 def schedule(world: int) -> Schedule:
@@ -51,8 +61,8 @@ def schedule(world: int) -> Schedule:
         steps.append([Task(r, world + r - t, r) for r in range(t)] + [Task(r, r, r - t) for r in range(t, world)])
     if world % 2 == 0:
         t = world // 2
-        helped = [Task(r, r + t, r, half=0) for r in range(t)]
-        steps.append(helped + [Task(r, r, r - t, half=1) for r in range(t, world)])
+        helped = [Task(r, r + t, r, stop=HALF) for r in range(t)]
+        steps.append(helped + [Task(r, r, r - t, start=HALF) for r in range(t, world)])
     return steps
 
 

@@ -19,6 +19,10 @@ whatever came. On average that is 3/4 of a ring's keys and values, and in bf16 3
 batches (8 ranks: three each way), with 3 kernel calls besides the own block's, not 7 (4, where keys of earlier and of
 later ranks meet in a step). The first batch hides behind the own block alone, the last shares behind nothing.
 
+Where documents or windows leave some ranks more than 1.05 times the mean work, shards are fetched, too, and ranks with
+little to do help: they compute rows of others against keys of their own (`balance.py`). A row that is helped sends q
+there and out back, and keys that only it sees stay where they are.
+
 A ring enters and leaves a host over one pair of neighbours each; fetched keys cross once for every rank that sees
 them. Where several GPUs share one network card these queue for it, which a ring would not: there `usp_attn`, its ring
 over the hosts alone, sends less.
@@ -31,6 +35,7 @@ import torch
 from ..blocks import Block, Partial, Sum, add_gradients, attend, attend_backward
 from ..comm import Comm, pass_on
 from ..layout import Span
+from .balance import rebalanced
 from .base import AttentionContext, Gradients, Mode, Residuals
 from .scheduled import scheduled_backward, scheduled_forward, steps_to_join
 from .tasks import Schedule, joined, rotation
@@ -98,10 +103,12 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
 
 def _fetching(k, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> Schedule | None:
     """The steps in which ranks fetch keys like `k` from their owners; None where these go around the ring."""
-    most = steps_to_join(k)
-    if comm.size == 1 or (most == 1 and ctx.is_dense(spans)):
+    if comm.size == 1:
         return None
-    return joined(rotation(comm.size), most)
+    most, steps = steps_to_join(k), rebalanced(ctx, rotation, spans)
+    if steps is None and most == 1 and ctx.is_dense(spans):
+        return None
+    return joined(steps or rotation(comm.size), most)
 
 
 def _blocks_by_step(ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> list[list[Block]]:

@@ -13,6 +13,7 @@ kernel call where the mask allows, one merge, one addition to dq. `Steps` is a s
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from ..blocks import Block, merged
 from ..layout import Span
@@ -25,13 +26,14 @@ JOINED_BYTES = 2**27
 
 @dataclass(frozen=True)
 class Task:
-    """`worker` computes queries of rank `query` against keys of rank `key`; one of the two is its own. `half` is None
-    for all of the queries, 0 or 1 for the first or second half of them (of a shard that is one span)."""
+    """`worker` computes queries of rank `query` against keys of rank `key`; one of the two is its own. Which of the
+    queries: those from `start` to `stop`, exact parts of the shard, whatever its length."""
 
     worker: int
     query: int
     key: int
-    half: int | None = None
+    start: Fraction = Fraction(0)
+    stop: Fraction = Fraction(1)
 
     @property
     def supplier(self) -> int:
@@ -45,8 +47,8 @@ class Task:
 
     def rows(self, length: int) -> slice:
         """Which of the `length` queries of a shard."""
-        middle = (length + 1) // 2
-        return {None: slice(0, length), 0: slice(0, middle), 1: slice(middle, length)}[self.half]
+        rounded_up = (-(-part.numerator * length // part.denominator) for part in (self.start, self.stop))
+        return slice(*rounded_up)
 
 
 Schedule = list[list[Task]]  # steps; the first one has every rank's own queries and keys, and nothing else
@@ -129,29 +131,35 @@ class Steps(list[Step]):
     def _job(self, tasks: list[Task]) -> Job:
         if tasks[0].key == self.rank:
             (task,) = tasks
-            return Job(tasks, self._blocks(task, q_at=self._first_row(task) if task.keys_travel else 0), [])
+            return Job(tasks, self._blocks(task, q_at=self._rows(task).start if task.keys_travel else 0), [])
         blocks, pieces, at = [], [], 0
         for task in tasks:
             keys = self.keys(task)
-            blocks += self._blocks(task, q_at=self._first_row(task), k_at=at - keys.start)
+            blocks += self._blocks(task, q_at=self._rows(task).start, k_at=at - keys.start)
             pieces.append(slice(at, at + keys.stop - keys.start))
             at = pieces[-1].stop
         return Job(tasks, merged(sorted(blocks, key=_place)), pieces)
 
     def _blocks(self, task: Task, q_at: int = 0, k_at: int = 0) -> list[Block]:
         """Of a task: queries counted from its first row, which becomes `q_at`, keys from the shard's, `k_at`."""
-        spans = self.spans[task.query]
-        if task.half is not None:
-            ((start, end),) = spans
-            rows = task.rows(end - start)
-            spans = [(start + rows.start, start + rows.stop)]
-        blocks = self.plan(spans, self.spans[task.key])
+        blocks = self.plan(_part(self.spans[task.query], self._rows(task)), self.spans[task.key])
         if not (q_at or k_at):
             return blocks
         return [replace(b, q=_moved(b.q, q_at), k=_moved(b.k, k_at)) for b in blocks]
 
-    def _first_row(self, task: Task) -> int:
-        return task.rows(sum(end - start for start, end in self.spans[task.query])).start
+    def _rows(self, task: Task) -> slice:
+        return task.rows(sum(end - start for start, end in self.spans[task.query]))
+
+
+def _part(spans: list[Span], rows: slice) -> list[Span]:
+    """The tokens of `rows` of a shard that holds `spans`."""
+    part, at = [], 0
+    for start, end in spans:
+        low, high = max(start, start + rows.start - at), min(end, start + rows.stop - at)
+        if low < high:
+            part.append((low, high))
+        at += end - start
+    return part
 
 
 def _place(block: Block) -> tuple[int, int, int]:

@@ -89,7 +89,7 @@ def parts(mode: str, world: int, most: int) -> list[list[Part]]:
     for tasks in joined(rotation(world) if zigzag else schedule(world), most):
         ranks = [Part()] * world
         for task in tasks:
-            rows = 1 if task.half is None else 0.5
+            rows = float(task.stop - task.start)
             keys = 0.5 if zigzag and task.key < task.query else 1  # of an earlier rank, whose second chunk comes later
             pairs = 0.5 if zigzag or task.key == task.query else rows
             add(task.worker, computed=pairs / (world / 2))

@@ -61,7 +61,7 @@ class VirtualGroup(dist.ProcessGroup):
         return self._arrive(tensors)
 
     def all_to_all_single(self, output, input, output_sizes, input_sizes, options=None):
-        own = input_sizes[self.rank()] / sum(input_sizes) if input_sizes else 1 / self._size
+        own = input_sizes[self.rank()] / max(1, sum(input_sizes)) if input_sizes else 1 / self._size
         self._count(round(_bytes(input) * (1 - own)))
         return self._arrive([output])
 

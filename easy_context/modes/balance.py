@@ -15,7 +15,8 @@ Of a cut block the first rows move: under a window they see the most keys, so th
 
 Bytes: a row that travels is q there and out with lse back, in the backward q, dout, out, lse there and dq back, 6 * H *
 D elements in all; a key that travels is 6 * H_kv * D (k, v forward and backward, dk, dv). So with grouped heads help
-sends H / H_kv times as many bytes as fetching: cheap between the GPUs of a host, not on slow links between hosts.
+sends H / H_kv times as many bytes as fetching: cheap between the GPUs of a host, not on slow links between hosts. Held
+by a helper: these tensors of the rows of two steps.
 """
 
 from bisect import bisect_left

@@ -29,7 +29,7 @@ from ..layout import Span
 from .base import AttentionContext
 from .tasks import Schedule, Task, rotation
 
-UNEVEN = 1.05  # largest over mean load up to which a schedule stays as it is
+UNEVEN = 1.1  # largest over mean load up to which a schedule stays as it is
 WORTH = 0.02  # of the mean load: what either part of a cut block has at least, to be worth a kernel call and messages
 LEAST_ROWS = 256  # what it has in rows, or a sixteenth of a shard below 4096; cuts are at multiples of a quarter of it
 SWEEPS = 400  # over all blocks, at the most: many where pairs flow along a chain of ranks, few where all are neighbours

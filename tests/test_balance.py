@@ -94,8 +94,6 @@ def test_every_pair_is_computed_once(mode, world, mask):
         ("zigzag_ring_attn", {"documents": (half_and_many(2**18, 1000),)}, 1.8, 1.02),
         ("dist_flash_attn", {"documents": (half_and_many(2**18, 1000),)}, 3.4, 2.0),  # it reaches half of the ranks
         ("zigzag_ring_attn", {"documents": tuple(eight_documents(2**18, seed) for seed in range(4))}, 1.4, 1.25),
-        ("zigzag_ring_attn", {"window": 2**15}, 1.06, 1.03),
-        ("dist_flash_attn", {"window": 2**15}, 1.06, 1.01),
         ("zigzag_ring_attn", {"documents": (half_and_many(2**18, 1000),), "window": 2**16}, 1.3, 1.03),
     ],
 )
@@ -110,6 +108,12 @@ def test_loads_of_eight_ranks(mode, mask, before, after):
         assert rows.stop - rows.start >= balance.LEAST_ROWS
         if task.keys_travel and rows.start:  # the owner of the keys computes the rows before
             assert rows.start % 64 == 0 and rows.start in ends
+
+
+@pytest.mark.parametrize("mode", PLAIN)
+def test_loads_within_a_tenth_of_the_mean_stay_as_they_are(mode):
+    case = Case(mode, 8, 2**18, window=2**15)
+    assert 1.06 < case.unevenness(case.plain(8)) < balance.UNEVEN and case.balanced() is None
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

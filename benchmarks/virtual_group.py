@@ -73,7 +73,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._count(sum(map(_bytes, inputs)) * (self._size - 1))
         return self._arrive(outputs)
 
-    def barrier(self, options=None):
+    def barrier(self, opts=None):
         return _Copy()
 
     # the same under the names of older and newer releases of torch

@@ -8,6 +8,7 @@ knows about attention. Waiting orders the current CUDA stream behind the transfe
 threads of one process (`easy_context.virtual`).
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -51,6 +52,9 @@ class _Works:
         self.works = self.tensors = ()
 
 
+_connected: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
 class ProcessGroupComm:
     """A `Comm` over a torch.distributed process group; `group=None` is a group of one."""
 
@@ -60,10 +64,20 @@ class ProcessGroupComm:
         self.size = dist.get_world_size(group) if group is not None else 1
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
+        self._connect()
         ops = [self._op(dist.isend, *message) for message in sends if message[0].numel()]
         ops += [self._op(dist.irecv, *message) for message in receives if message[0].numel()]
         works = dist.batch_isend_irecv(ops) if ops else []
         return _Works(works, [op.tensor for op in ops])
+
+    def _connect(self) -> None:
+        """NCCL connects a group in its first call, for which it waits for all ranks of the group; of an exchange some
+        have no part, where documents or windows leave pairs of ranks nothing to send
+        (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.batch_isend_irecv)."""
+        if self.size > 1 and self.group not in _connected:
+            nccl = dist.get_backend(self.group) == "nccl"
+            dist.barrier(self.group, device_ids=[torch.cuda.current_device()] if nccl else None)
+            _connected.add(self.group)
 
     def _op(self, function, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(function, tensor, dist.get_global_rank(self.group, peer), self.group)

@@ -105,6 +105,31 @@ def test_documents_with_windows():
     check(3, 4, 2, 45, {"causal": True, "window": 4, "documents": ((0, 3, 30, 45), (0, 22, 45))})
 
 
+def calls_of_two(rank, world):
+    """What the rank calls of torch.distributed in two calls of attention, where ranks 0 and 1 alone have messages."""
+    calls, q = [], shard_sequence("zigzag_ring_attn", draw(1, 64, 2, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("barrier", "batch_isend_irecv"):
+            patch.setattr(dist, name, counted(getattr(dist, name), calls))
+        for _ in range(2):
+            sequence_parallel_attention(q, q, q, documents=((0, 6, 10, 16, 24, 32, 40, 48, 56, 64),))
+    return calls
+
+
+def counted(function, calls: list):
+    def call(*args, **how):
+        calls.append(function.__name__)
+        return function(*args, **how)
+
+    return call
+
+
+def test_all_ranks_of_a_group_take_part_in_its_first_call():
+    """Without which NCCL waits for ever for those that have nothing to send."""
+    pair, idle = ["barrier", "batch_isend_irecv", "batch_isend_irecv"], ["barrier"]
+    assert spawn(calls_of_two, 4) == [pair, pair, idle, idle]
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("context, context_length", [("sharded", 5), ("sharded", 41), ("replicated", 7)])
 def test_cross_attention(world, context, context_length):

@@ -52,7 +52,7 @@ def gather_sequence(
     """The whole sequence `[..., S]`, on the device of `local`, from every rank's shard `[..., S_local]` of integers.
 
     `fault` is what this rank found wrong with its own inputs, or None. ValueError on every rank where any rank has a
-    fault, or where the shapes differ."""
+    fault, where the shapes differ, or where the layout has no such shards."""
     header = torch.zeros(_HEADER, dtype=torch.int64)
     header[: local.dim()] = torch.tensor(local.shape)
     text = torch.tensor(list((fault or "").encode()[:_FAULT_BYTES]), dtype=torch.int64)
@@ -67,6 +67,11 @@ def gather_sequence(
         raise ValueError(
             f"the ranks of the sequence-parallel group hold shards of different shapes {shapes}: "
             "shard every input with prepare_seq_parallel_inputs"
+        )
+    if (length := local.shape[-1] * layout.world) % layout.num_chunks:
+        raise ValueError(
+            f"the ranks of the sequence-parallel group hold {length} tokens, which do not divide into the "
+            f"{layout.num_chunks} chunks of the mode: shard every input with prepare_seq_parallel_inputs, which pads"
         )
     whole = torch.cat(gather(group, local), -1)
     return whole[..., layout.inverse(whole.shape[-1], whole.device)]

@@ -35,13 +35,18 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        return self.world * (2 if self.zigzag else 1)
+        return self.world * (2 if self._mirrored else 1)
+
+    @property
+    def _mirrored(self) -> bool:
+        """Whether ranks hold chunks of both ends; in a ring of one these would be neighbours."""
+        return self.zigzag and self.ring > 1
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The chunks that `rank` (0..world-1 of the group) holds, ascending."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not one of the {self.world} ranks of this layout")
-        if not self.zigzag:
+        if not self._mirrored:
             return (rank,)
         ring_rank, ulysses_rank = divmod(rank, self.ulysses)
         mirror = 2 * self.ring - 1 - ring_rank
@@ -74,6 +79,7 @@ class Layout:
 
     def inverse(self, seq_len: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """For shards concatenated in rank order, where each position of the sequence is: LongTensor `[seq_len]`."""
+        assert seq_len % self.num_chunks == 0, (seq_len, self)
         size = seq_len // self.num_chunks
         held = [chunk for rank in range(self.world) for chunk in self.chunks(rank)]
         starts = torch.tensor([held.index(chunk) * size for chunk in range(self.num_chunks)], device=device)

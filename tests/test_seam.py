@@ -304,6 +304,14 @@ def test_a_compiled_model_is_exact():
     check(spawn(compiled, 2, ids, targets), serial("llama", ids, targets), EXACT)
 
 
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"])
+def test_one_process_takes_any_length(mode):
+    model, ids = tiny_model(), batch_of(25)[0]
+    truth = model(ids).logits
+    apply_seq_parallel_monkey_patch(mode, model)
+    assert error(model(ids).logits, truth) < EXACT
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +369,8 @@ def one_rank_at_fault(rank, world, fault):
         return raised(model, ids, position_ids=positions, attention_mask=mask)
     if fault == "uneven shards":
         return raised(model, ids[:, rank:], position_ids=positions[:, rank:])
+    if fault == "an odd shard":  # of zeros, whose order does not tell
+        return raised(model, ids[:, 1:], position_ids=torch.zeros_like(positions[:, 1:]))
     return raised(model, ids, position_ids=torch.arange(8)[None])  # positions of a shard counted from 0
 
 
@@ -373,6 +383,7 @@ def one_rank_at_fault(rank, world, fault):
         ("no positions", "position_ids are missing"),
         ("hole in the mask", "hole before position 2"),
         ("uneven shards", "different shapes"),
+        ("an odd shard", "do not divide into the 4 chunks"),
         ("positions from 0", "only a fall to 0"),
     ],
 )

@@ -152,6 +152,19 @@ def test_layers_that_keep_everything_are_compiled():
     assert worst(gradients(model, batch()), truth) < 1e-6
 
 
+@pytest.mark.parametrize("keep", ["everything", "attention"])
+def test_hooks_inside_layers_are_not_compiled_away(keep):
+    """Those of layers that have been compiled without them, too, and of one layer among others like it."""
+    model = tiny_model(dtype=torch.float32)
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2, keep, "gpu", compile=True))
+    gradients(model, batch())
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, result: result * 1.5)
+    found = gradients(model, batch())
+    remove_memory_plan(model)
+    assert worst(found, gradients(model, batch())) < 1e-5
+
+
 def _saved(model) -> int:
     """Elements that autograd saves in a forward."""
     saved = []

@@ -28,14 +28,15 @@ def unfuse_rows(layer: nn.Module) -> None:
 
 
 class FusedRows:
-    """The forward of a module of rows. Called with more than rows, the module runs as it was written."""
+    """The forward of a module of rows. Called with more than rows, or with hooks inside, it runs as it was written."""
 
     def __init__(self, module: nn.Module, compile: bool | None):
         self.module, self.compile = module, compile
 
     @torch.compiler.disable
     def __call__(self, x: Tensor, *args, **kwargs):
-        if args or kwargs or not worth_compiling(self.module, x, self.compile):
+        half = phases.twin(self.module)
+        if args or kwargs or not worth_compiling(half, x, self.compile):
             return type(self.module).forward(self.module, x, *args, **kwargs)
         function = compiled(phases.call, f"{type(self.module).__name__}_whole")
-        return function(phases.twin(self.module), (x,), (), dict(self.module.named_parameters()))
+        return function(half, (x,), (), dict(half.named_parameters()))

@@ -107,6 +107,10 @@ def pull_back(half: nn.Module, rows: tuple, extras: tuple, gradient, compile: bo
 
 
 def worth_compiling(half: nn.Module, rows: Tensor, compile: bool | None) -> bool:
+    """Never where `half` has hooks: those that came after its compilation would be passed over, and those that were
+    there would run in its twins of other layers."""
+    if any(_hooked(part) for part in half.modules()):
+        return False
     if compile is not None:
         return compile
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in half.named_modules())
@@ -115,6 +119,10 @@ def worth_compiling(half: nn.Module, rows: Tensor, compile: bool | None) -> bool
     if why_no_triton() is not None:
         _say_uncompiled()
     return why_no_triton() is None
+
+
+def _hooked(part: nn.Module) -> bool:
+    return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
 @functools.cache

@@ -173,13 +173,15 @@ def _saved(model) -> int:
     return sum(saved)
 
 
-def test_a_layer_whose_forward_is_somebody_elses_is_refused():
+@pytest.mark.parametrize("of", [lambda decoder: decoder.layers[1], lambda decoder: decoder.norm], ids=["layer", "norm"])
+def test_a_forward_that_is_somebody_elses_is_refused(of):
     model = tiny_model()
     ec.apply_seq_parallel_monkey_patch("data_parallel", model)
-    model.model.layers[1].forward = model.model.layers[1].forward
+    module = of(model.model)
+    module.forward = module.forward
     with pytest.raises(ValueError, match="replaced by somebody else"):
         apply_memory_plan(model, MemoryPlan.uniform(2))
-    assert "forward" in vars(model.model.layers[1])
+    assert "forward" in vars(module)
 
 
 def test_autocast():

@@ -59,12 +59,12 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
     if len(plan.layers) != len(decoder.layers):
         raise ValueError(f"the plan is for {len(plan.layers)} layers, the model has {len(decoder.layers)}")
     planned = [layer for layer, how in zip(decoder.layers, plan.layers, strict=True) if how.keep != "everything"]
+    for module in [*planned, decoder.norm]:
+        if "forward" in vars(module):
+            raise ValueError(f"{type(module).__name__}'s forward was replaced by somebody else, who would be overruled")
     for layer in planned:
-        if "forward" in vars(layer):
-            raise ValueError(f"{type(layer).__name__}'s forward was replaced by somebody else, who would be overruled")
         refuse_checkpointing(layer)
-        reason = phases.why_not(layer, plan.head_groups)
-        if reason is not None:
+        if reason := phases.why_not(layer, plan.head_groups):
             raise ValueError(reason)
     shared = PlannedModel(plan)
     for layer, how in zip(decoder.layers, plan.layers, strict=True):

@@ -215,6 +215,14 @@ def _hook(model, inputs):
     return held
 
 
+def _hook_detaching(model, inputs):
+    held = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, args, y: y.register_hook(lambda g: held.append(g.detach())) and None)
+    _loss(model, inputs).backward()
+    return held
+
+
 def _full_backward_hook(model, inputs):
     held = []
     for layer in model.model.layers:
@@ -285,7 +293,7 @@ def _a_frozen_layer(model, inputs):
     return []
 
 
-USES = [_hook, _full_backward_hook, _captured, _loss_of_hidden_states, _skip_connection]
+USES = [_hook, _hook_detaching, _full_backward_hook, _captured, _loss_of_hidden_states, _skip_connection]
 USES += [_two_forwards, _a_failed_forward, _embeddings_in, _a_frozen_layer]
 
 

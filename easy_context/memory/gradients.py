@@ -32,9 +32,10 @@ class Gradients:
 
 
 def references(gradient: Tensor) -> int:
-    """How many hold a gradient: in Python, counted by the interpreter, and in C++, which a torch before 2.13 does not
-    tell the interpreter about."""
-    return sys.getrefcount(gradient) + gradient._use_count()
+    """How many hold a gradient: in Python, counted by the interpreter, in C++, which a torch before 2.13 does not tell
+    the interpreter about, and its memory, which `detach` and `numpy` share."""
+    memory = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return sys.getrefcount(gradient) + gradient._use_count() + memory
 
 
 @functools.cache

@@ -330,7 +330,6 @@ def test_both_sides_of_a_step_list_its_messages_in_the_same_order(steps):
     "mode, ring_degree, together, apart",
     [
         ("zigzag_ring_attn", None, [4, 5, 5, 5, 4, 5, 4, 4], 8),
-        ("dist_flash_attn", None, [5, 5, 4, 4, 4, 4, 4, 4], 5),
         ("usp_attn", 4, [3, 3, 4, 4, 3, 3, 3, 3], 4),
     ],
 )

@@ -13,9 +13,8 @@ forward, each kv (own keys to a later rank) or, for a helped rank, q out and q +
 back, or 3 q + lse out and q back. All in the inputs' dtype (a share that goes home is one task's, and rounded once),
 lse in float32. With few KV heads and many ranks that is half of what a ring moves. What a step needs travels during
 the step before, what it yields during the step after: each hides behind a whole block of compute, 4 * B * (S/N)^2 * H
-* D FLOPs forward. Where shards are short, steps are joined (`tasks.joined`): the same bytes in fewer batches, a rank's
-own queries against all keys of a step in one kernel call, queries of other ranks one by one; what the first large step
-needs then has only the own block, half as much compute, to hide behind.
+* D FLOPs forward. Steps of short shards are not joined as a ring's are: there are half as many, and the queries that
+several helpers need at once would take several times what keys do.
 
 Documents and windows upset that balance. Where they do, `balance.py` says anew who helps whom, with which rows. Between
 contiguous shards less can be evened out than between zigzag ones: a rank in the middle of a document has blocks with
@@ -28,8 +27,8 @@ from fractions import Fraction
 from ..layout import Layout
 from .balance import rebalanced
 from .base import AttentionContext, Gradients, Mode, Residuals
-from .scheduled import scheduled_backward, scheduled_forward, steps_to_join
-from .tasks import Schedule, Task, joined, rotation
+from .scheduled import scheduled_backward, scheduled_forward
+from .tasks import Schedule, Steps, Task, rotation
 
 HALF = Fraction(1, 2)
 
@@ -41,17 +40,20 @@ class DistFlashAttention(Mode):
         return Layout(ring=sp_size)
 
     def forward(self, q, k, v, ctx: AttentionContext):
-        out, lse = scheduled_forward(q, k, v, *_who_does_what(k, ctx))
+        out, lse = scheduled_forward(q, k, v, *_who_does_what(ctx))
         return out, self.restore(q, k, v, out, lse, ctx)
 
     def backward(self, dout, residuals: Residuals, ctx: AttentionContext) -> Gradients:
-        return scheduled_backward(dout, residuals, *_who_does_what(residuals.k, ctx))
+        return scheduled_backward(dout, residuals, *_who_does_what(ctx))
 
 
-def _who_does_what(k, ctx: AttentionContext):
+def _who_does_what(ctx: AttentionContext):
     spans, plain = ctx.ring_spans(), schedule if ctx.causal else rotation
-    steps = rebalanced(ctx, plain, spans) or plain(len(spans))
-    return ctx, ctx.sequence, spans, joined(steps, steps_to_join(k))
+
+    def steps() -> Steps:
+        return Steps(ctx.sequence.rank, rebalanced(ctx, plain, spans) or plain(len(spans)), spans, ctx.blocks)
+
+    return ctx, ctx.sequence, ctx.once((Steps,), steps)
 
 
 def schedule(world: int) -> Schedule:

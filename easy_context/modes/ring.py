@@ -38,7 +38,7 @@ from ..layout import Span
 from .balance import rebalanced
 from .base import AttentionContext, Gradients, Mode, Residuals
 from .scheduled import scheduled_backward, scheduled_forward, steps_to_join
-from .tasks import Schedule, joined, rotation
+from .tasks import Steps, joined, rotation
 
 
 class RingMode(Mode):
@@ -61,8 +61,8 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
 
     q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds.
     Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more."""
-    if steps := _fetching(k, ctx, comm, spans):
-        return scheduled_forward(q, k, v, ctx, comm, spans, steps)
+    if steps := _fetching(q, k, ctx, comm, spans):
+        return scheduled_forward(q, k, v, ctx, comm, steps)
     blocks = _blocks_by_step(ctx, comm, spans)
     partial = Partial(q, sum(map(len, blocks)))
     for step, held in zip(blocks, _passing(comm, k, v), strict=True):
@@ -73,8 +73,8 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
 def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> Gradients:
     """Gradients `(dq, dk, dv)` of `ring_forward`, in the dtypes of q, k, v."""
     q, k, v, out, lse, _ = residuals
-    if steps := _fetching(k, ctx, comm, spans):
-        return scheduled_backward(dout, residuals, ctx, comm, spans, steps)
+    if steps := _fetching(q, k, ctx, comm, spans):
+        return scheduled_backward(dout, residuals, ctx, comm, steps)
     blocks = _blocks_by_step(ctx, comm, spans)
     dq, dk, dv = Sum(q, sum(map(len, blocks))), Sum(k), Sum(v)
     if comm.size == 1:
@@ -101,14 +101,19 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
     return dq.result(), *arriving.chunk(2, dim=2)
 
 
-def _fetching(k, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> Schedule | None:
+def _fetching(q, k, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> Steps | None:
     """The steps in which ranks fetch keys like `k` from their owners; None where these go around the ring."""
     if comm.size == 1:
         return None
-    most, steps = steps_to_join(k), rebalanced(ctx, rotation, spans)
-    if steps is None and most == 1 and ctx.is_dense(spans):
+    balanced = rebalanced(ctx, rotation, spans)
+    most = steps_to_join(k, queries_too=q if balanced else None)
+    if balanced is None and most == 1 and ctx.is_dense(spans):
         return None
-    return joined(steps or rotation(comm.size), most)
+
+    def steps() -> Steps:
+        return Steps(comm.rank, joined(balanced or rotation(comm.size), most), spans, ctx.blocks)
+
+    return ctx.once((Steps, most), steps)
 
 
 def _blocks_by_step(ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> list[list[Block]]:

@@ -19,22 +19,23 @@ import torch
 from ..blocks import Partial, Sum, add_gradients, attend, attend_backward
 from ..comm import Comm, Message
 from ..kernels.base import lse_dtype
-from ..layout import Span
 from .base import AttentionContext, Gradients, Residuals
-from .tasks import Job, Schedule, Step, Steps, Task, most_joined
+from .tasks import Job, Step, Steps, Task, most_joined
 
 
-def steps_to_join(k: torch.Tensor) -> int:
-    """How many steps of a schedule may become one where every rank holds keys like `k` `[B, S_local, H_kv, D]`."""
-    return most_joined(2 * k.numel() * k.element_size())
+def steps_to_join(k: torch.Tensor, queries_too: torch.Tensor | None = None) -> int:
+    """How many steps of a schedule may become one where every rank holds keys like `k` `[B, S_local, H_kv, D]`, and
+    queries that travel as well, if any, `[B, S_local, H, D]` (in the backward with dout and out)."""
+    largest = 2 * k.numel() if queries_too is None else max(2 * k.numel(), 3 * queries_too.numel())
+    return most_joined(largest * k.element_size())
 
 
-def scheduled_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], schedule: Schedule):
+def scheduled_forward(q, k, v, ctx: AttentionContext, comm: Comm, steps: Steps):
     """Attention of this rank's queries over all that the ranks of `comm` hold together.
 
-    q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`; `spans[r]` says which tokens rank r of `comm` holds.
-    Returns `(out, lse)`, out in q's dtype, lse `[B, H, S_local]` in float32 or more."""
-    return _Forward(q, k, v, ctx, comm, spans, schedule).run().partial.result()
+    q `[B, S_local, H, D]`, k and v `[B, S_local, H_kv, D]`. Returns `(out, lse)`, out in q's dtype, lse
+    `[B, H, S_local]` in float32 or more."""
+    return _Forward(q, k, v, ctx, comm, steps).run().partial.result()
 
 
 def scheduled_backward(dout, residuals: Residuals, *how) -> Gradients:
@@ -49,9 +50,8 @@ class _Pass:
     (`of_queries`), what the worker computes and sends back (`compute`), what room the results take (`room`), and what
     the supplier does with them (`take`). The shapes of messages are the same on both sides."""
 
-    def __init__(self, q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Span]], schedule: Schedule):
-        self.q, self.k, self.v, self.scores, self.comm = q, k, v, ctx.scores, comm
-        self.steps = Steps(comm.rank, schedule, spans, ctx.blocks)
+    def __init__(self, q, k, v, ctx: AttentionContext, comm: Comm, steps: Steps):
+        self.q, self.k, self.v, self.scores, self.comm, self.steps = q, k, v, ctx.scores, comm, steps
 
     def run(self):
         arrived, fetching = self._fetch(self.steps[0])

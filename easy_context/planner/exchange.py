@@ -79,14 +79,15 @@ class Shard:
 
 
 def parts(mode: str, world: int, most: int) -> list[list[Part]]:
-    """Per step and rank, under a causal mask: of dist_flash_attn, or of a zigzag ring whose ranks fetch from owners."""
+    """Per step and rank, under a causal mask: of dist_flash_attn, or of a zigzag ring whose ranks fetch from owners, in
+    steps of at most `most`."""
     zigzag = mode != "dist_flash_attn"
 
     def add(rank: int, **more: float) -> None:
         ranks[rank] = ranks[rank]._replace(**{name: getattr(ranks[rank], name) + more[name] for name in more})
 
     steps = []
-    for tasks in joined(rotation(world) if zigzag else schedule(world), most):
+    for tasks in joined(rotation(world), most) if zigzag else schedule(world):
         ranks = [Part()] * world
         for task in tasks:
             rows = float(task.stop - task.start)

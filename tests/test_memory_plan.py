@@ -14,7 +14,7 @@ import easy_context as ec
 from easy_context.memory.gradients import Gradients
 from easy_context.memory.layer import PlannedLayer, apply_memory_plan, remove_memory_plan
 from easy_context.memory.plan import LayerPlan, MemoryPlan
-from easy_context.memory.rows import tile_rows, tiles
+from easy_context.memory.rows import _say_uncompiled, tile_rows, tiles
 from easy_context.mesh import reset_mesh
 
 LENGTH = 37  # divides by no number of ranks
@@ -153,14 +153,16 @@ def test_layers_that_keep_everything_are_compiled():
 
 
 @pytest.mark.parametrize("keep", ["everything", "attention"])
-def test_hooks_inside_layers_are_not_compiled_away(keep):
+def test_hooks_inside_layers_are_not_compiled_away(keep, caplog):
     """Those of layers that have been compiled without them, too, and of one layer among others like it."""
     model = tiny_model(dtype=torch.float32)
     ec.apply_seq_parallel_monkey_patch("data_parallel", model)
     apply_memory_plan(model, MemoryPlan.uniform(2, keep, "gpu", compile=True))
     gradients(model, batch())
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, result: result * 1.5)
+    _say_uncompiled.cache_clear()
     found = gradients(model, batch())
+    assert "Linear has hooks" in caplog.text
     remove_memory_plan(model)
     assert worst(found, gradients(model, batch())) < 1e-5
 

@@ -272,7 +272,7 @@ MASKS = {
 @pytest.mark.parametrize(
     "mode, world, ring_degree",
     [
-        *[(mode, world, None) for mode in ("zigzag_ring_attn", "dist_flash_attn") for world in (2, 3, 4, 8)],
+        *[("zigzag_ring_attn", world, None) for world in (2, 3, 4, 8)],
         *[("usp_attn", *split) for split in ((4, 2), (6, 3), (8, 4))],
     ],
 )

@@ -109,16 +109,17 @@ def pull_back(half: nn.Module, rows: tuple, extras: tuple, gradient, compile: bo
 def worth_compiling(half: nn.Module, rows: Tensor, compile: bool | None) -> bool:
     """Never where `half` has hooks: those that came after its compilation would be passed over, and those that were
     there would run in its twins of other layers."""
-    if any(_hooked(part) for part in half.modules()):
+    if compile is False or (compile is None and (not rows.is_cuda or _has_experts(half))):
         return False
-    if compile is not None:
-        return compile
-    experts = any(name.rpartition(".")[2] == "experts" for name, _ in half.named_modules())
-    if not rows.is_cuda or experts:
-        return False
-    if why_no_triton() is not None:
-        _say_uncompiled()
-    return why_no_triton() is None
+    hooked = [type(part).__name__ for part in half.modules() if _hooked(part)]
+    reason = f"{hooked[0]} has hooks" if hooked else None if compile else why_no_triton()
+    if reason is not None:
+        _say_uncompiled(reason)
+    return reason is None
+
+
+def _has_experts(half: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "experts" for name, _ in half.named_modules())
 
 
 def _hooked(part: nn.Module) -> bool:
@@ -126,8 +127,8 @@ def _hooked(part: nn.Module) -> bool:
 
 
 @functools.cache
-def _say_uncompiled() -> None:
-    logger.warning("layers of a memory plan run uncompiled, more slowly: %s", why_no_triton())
+def _say_uncompiled(reason: str) -> None:
+    logger.warning("layers of a memory plan run uncompiled, more slowly: %s", reason)
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -38,7 +38,7 @@ class CpuFlash(Kernel):
 
     def compute_backward(self, dout, q, k, v, out, lse, variant, scale):
         causal, mask = _masks(q, k, variant)
-        # Read once a tile of the others: a row of 32 heads of 128 between two of one head costs 5 to 15% of the time.
+        # Rows of one head that lie 32 heads of 128 apart made it 5 to 15% slower at 8K tokens.
         dout, q, k, v, out = (t.contiguous() for t in heads_first(dout, q, k, v, out))
         return heads_first(
             *aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -37,8 +37,8 @@ from ..comm import Comm, pass_on
 from ..layout import Span
 from .balance import rebalanced
 from .base import AttentionContext, Gradients, Mode, Residuals
-from .scheduled import scheduled_backward, scheduled_forward, steps_to_join
-from .tasks import Steps, joined, rotation
+from .scheduled import scheduled_backward, scheduled_forward
+from .tasks import Steps, joined, most_joined, rotation
 
 
 class RingMode(Mode):
@@ -106,7 +106,8 @@ def _fetching(q, k, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) 
     if comm.size == 1:
         return None
     balanced = rebalanced(ctx, rotation, spans)
-    most = steps_to_join(k, queries_too=q if balanced else None)
+    travelling = max(2 * k.numel(), 3 * q.numel() if balanced else 0)  # k and v; to helpers q, dout and out
+    most = most_joined(travelling * k.element_size())
     if balanced is None and most == 1 and ctx.is_dense(spans):
         return None
 

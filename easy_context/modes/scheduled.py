@@ -20,14 +20,7 @@ from ..blocks import Partial, Sum, add_gradients, attend, attend_backward
 from ..comm import Comm, Message
 from ..kernels.base import lse_dtype
 from .base import AttentionContext, Gradients, Residuals
-from .tasks import Job, Step, Steps, Task, most_joined
-
-
-def steps_to_join(k: torch.Tensor, queries_too: torch.Tensor | None = None) -> int:
-    """How many steps of a schedule may become one where every rank holds keys like `k` `[B, S_local, H_kv, D]`, and
-    queries that travel as well, if any, `[B, S_local, H, D]` (in the backward with dout and out)."""
-    largest = 2 * k.numel() if queries_too is None else max(2 * k.numel(), 3 * queries_too.numel())
-    return most_joined(largest * k.element_size())
+from .tasks import Job, Step, Steps, Task
 
 
 def scheduled_forward(q, k, v, ctx: AttentionContext, comm: Comm, steps: Steps):

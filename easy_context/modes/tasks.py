@@ -72,7 +72,7 @@ def joined(steps: Schedule, most: int) -> Schedule:
 
 
 def most_joined(shard_bytes: int) -> int:
-    """How many steps `joined` may make one of, at shards of so many bytes of keys and values."""
+    """How many steps `joined` may make one of, where so many bytes of a shard travel."""
     return max(1, JOINED_BYTES // max(1, shard_bytes))
 
 

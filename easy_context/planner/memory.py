@@ -88,9 +88,8 @@ def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, 
     q = n * s.attention_size / groups * BF16
     kv = 2 * n * s.kv_heads * s.head_size / min(groups, s.kv_heads) * BF16
     work = setting.costs.attention_workspace / BF16 * q
-    contiguous = setting.mode == "dist_flash_attn"
-    # shards of keys that a step of the ring computes on
-    several = min(most_joined(int(kv)), setting.ring // 2) if setting.ring > 1 and not contiguous else 1
+    joins = setting.ring > 1 and setting.mode != "dist_flash_attn"
+    several = min(most_joined(int(kv)), setting.ring // 2) if joins else 1  # shards of keys that a step computes on
     shared = 2 * kv * several if s.kv_heads < s.heads else 0  # dk, dv of shared heads are summed in float32
     copies = 2 * q if groups > 1 else 0  # a group's part of a and of da
     computing = 2 * (q + kv) + copies + work + shared if backward else 2 * q + kv

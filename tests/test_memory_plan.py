@@ -141,12 +141,15 @@ def test_compiled():
 def test_layers_that_keep_everything_are_compiled():
     model = tiny_model(dtype=torch.float32)
     ec.apply_seq_parallel_monkey_patch("data_parallel", model)
-    truth, plain = gradients(model, batch()), _saved(model)
+    truth, plain = gradients(model, batch()), sum(map(torch.numel, _saved(model)))
     first, second = model.model.layers
     tile_rows(second.mlp, 10)  # somebody's own choice, which stays
     apply_memory_plan(model, MemoryPlan.uniform(2, "everything", "gpu", compile=True))
     assert worst(gradients(model, batch()), truth) < 1e-5
-    assert _saved(model) < 0.7 * plain
+    saved = _saved(model)
+    assert sum(map(torch.numel, saved)) < 0.7 * plain
+    activations = (2 * LENGTH, model.config.intermediate_size)
+    assert sum(t.shape == activations for t in saved) == 2  # the first layer's gate and up, and not their product
     remove_memory_plan(model)
     assert "forward" in vars(second.mlp) and "forward" not in vars(first.mlp)
     assert worst(gradients(model, batch()), truth) < 1e-6
@@ -167,12 +170,12 @@ def test_hooks_inside_layers_are_not_compiled_away(keep, caplog):
     assert worst(found, gradients(model, batch())) < 1e-5
 
 
-def _saved(model) -> int:
-    """Elements that autograd saves in a forward."""
+def _saved(model) -> list[torch.Tensor]:
+    """What autograd saves in a forward."""
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         _loss(model, batch())
-    return sum(saved)
+    return saved
 
 
 @pytest.mark.parametrize("of", [lambda decoder: decoder.layers[1], lambda decoder: decoder.norm], ids=["layer", "norm"])

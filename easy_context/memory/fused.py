@@ -1,8 +1,10 @@
-"""Layers that keep everything, with norms and MLP compiled: elementwise work is fused, and autograd saves what the
-fused backward needs, two thirds of what the operations save one by one.
+"""Layers that keep everything, with norms and MLP compiled: elementwise work is fused, and autograd saves half of what
+the operations save one by one. Of an MLP these are its input, gate and up; their product, which one product of the
+backward needs, is made again there by an elementwise pass.
 """
 
 import torch
+import torch._functorch.config as partitioning
 from torch import Tensor, nn
 
 from ..fusion import compiled
@@ -39,4 +41,5 @@ class FusedRows:
         if args or kwargs or not worth_compiling(half, x, self.compile):
             return type(self.module).forward(self.module, x, *args, **kwargs)
         function = compiled(phases.call, f"{type(self.module).__name__}_whole")
-        return function(half, (x,), (), dict(half.named_parameters()))
+        with partitioning.patch(ban_recompute_materialized_backward=False):  # read where a graph is compiled
+            return function(half, (x,), (), dict(half.named_parameters()))

@@ -6,8 +6,8 @@
 Both work row by row, so they can be computed in tiles of rows, and `project` for a group of heads at a time. Neither
 is written here: they are the family's own `forward`s, run on twins of its modules. A twin shares every submodule and
 parameter of the original but for one child: the attention module's output projection becomes the identity and its
-attention function packs what it is given, so that the module returns its own q, k and v; the layer's attention module
-becomes one that projects a given attention output. When a layer is first called, `check_structure` compares it with
+attention function returns what it is given, q as the output, k and v as the weights, which modules pass on; the layer's
+attention module becomes one that projects a given attention output. When a layer is first called, `check_structure` compares it with
 its halves and a trivial attention between them, to within rounding, on a few rows of the real input.
 
 Weights go in as arguments (`torch.func.functional_call`), so a group of heads is a slice of rows of q, k and v's.
@@ -23,10 +23,11 @@ from torch.func import functional_call
 
 from ..refusals import refuse_layer
 
-PACKS = "easy_context_packs"  # an attention function that returns its q, k, v
+GIVEN = "easy_context_given"  # an attention function that returns its q, and its k and v as attention's weights
 FIRST = "easy_context_first"  # one that returns its q, and notes in `module.told` what else it was given
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEADWISE = {"q_norm", "k_norm"}
+_UNKNOWN = "{} is built in a way that a memory plan does not know: leave it out, and use gradient checkpointing instead"
 
 
 class Projections(nn.Module):
@@ -35,7 +36,7 @@ class Projections(nn.Module):
     def __init__(self, layer: nn.Module, groups: int):
         super().__init__()
         attention = layer.self_attn
-        self.attention = twin(attention, config=_with(attention.config, PACKS, _pack), o_proj=nn.Identity())
+        self.attention = twin(attention, config=_with(attention.config, GIVEN, _given), o_proj=nn.Identity())
         self.norm = getattr(layer, "input_layernorm", None) or nn.Identity()
         self.head_size = attention.head_dim
         self.heads = attention.config.num_attention_heads // groups
@@ -43,9 +44,10 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         given = {"position_embeddings": (cos, sin), "attention_mask": None}
-        packed, _ = type(self.attention).forward(self.attention, self.norm(x), **given)
-        heads = packed.unflatten(-1, (-1, self.head_size))
-        return heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        q, kv = type(self.attention).forward(self.attention, self.norm(x), **given)
+        if not isinstance(kv, tuple):
+            raise ValueError(_UNKNOWN.format(type(self.attention).__name__))
+        return q.unflatten(-1, (-1, self.head_size)), *kv
 
 
 class Finish(nn.Module):
@@ -97,10 +99,10 @@ def _with(config, name: str, function):
     return changed
 
 
-def _pack(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **_):
+def _given(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **_):
     kind = value.dtype  # under autocast rotation has made queries and keys float32
-    heads = [tensor.to(kind).transpose(1, 2).flatten(2) for tensor in (query, key, value)]
-    return torch.cat(heads, dim=-1), None
+    q, k, v = (tensor.to(kind).transpose(1, 2) for tensor in (query, key, value))
+    return q.flatten(2), (k, v)
 
 
 def _first(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
@@ -150,10 +152,7 @@ def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask)
     q, _, _ = Projections(layer, 1)(x, cos, sin)
     made = Finish(layer)(x, q.flatten(2))
     if not isinstance(truth, Tensor) or not (truth - made).norm() <= 1e-2 * (truth - x).norm():
-        raise ValueError(
-            f"{type(layer).__name__} is built in a way that a memory plan does not know: leave it out, and use "
-            "gradient checkpointing instead"
-        )
+        raise ValueError(_UNKNOWN.format(type(layer).__name__))
     return attention.told, in_tuple
 
 

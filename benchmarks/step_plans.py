@@ -7,15 +7,16 @@ import torch
 from easy_context.memory.plan import MemoryPlan
 from easy_context.mesh import current_mesh
 from easy_context.planner import ModelShape, for_training
+from easy_context.planner.flags import parse_keep
 from easy_context.planner.memory import peak
 from easy_context.planner.setting import Setting
 from easy_context.planner.timing import step_time
 from easy_context.planner.training import this_machine
 
 PRESETS = {
-    "fast": {"keep": "attention", "tier": "host", "prefetch": True},
-    "lean": {"keep": "attention", "tier": "host", "head_groups": 4},
-    "whole": {"keep": "everything", "tier": "gpu"},
+    "fast": {"keep": "attention:host", "prefetch": True},
+    "lean": {"keep": "attention:host", "head_groups": 4},
+    "whole": {"keep": "everything:gpu"},
 }
 NAMES = (*PRESETS, "auto", "custom")  # the planner's choice; what the flags say
 
@@ -29,7 +30,8 @@ def memory_plan(args: Namespace, config, device: torch.device) -> MemoryPlan:
         planned = for_training(config, seq_length=args.seq_length, engine="plain", host_memory=host, **machine, **split)
         return planned.memory_plan
     settings = {"tile_size": args.plan["tile_size"], **PRESETS.get(args.system, args.plan)}
-    return MemoryPlan.uniform(args.layers, host_memory=args.host_memory, **settings)
+    layers = parse_keep(settings.pop("keep"), args.layers)
+    return MemoryPlan(layers, host_memory=args.host_memory, **settings)
 
 
 def predict(args: Namespace, config, plan: MemoryPlan, kernel: str, device: torch.device) -> dict:

@@ -48,8 +48,7 @@ def arguments() -> argparse.Namespace:
     add("--gpus", type=int, default=1, metavar="N", help="(without GPUs: processes) that share the sequence")
     add("--mode", help="how; default: zigzag_ring_attn, on one GPU data_parallel")
     add = parser.add_argument_group("the memory plan of the system 'custom'").add_argument
-    add("--keep", choices=["everything", "attention", "input"], default="attention")
-    add("--tier", choices=["gpu", "host", "disk"], default="host")
+    add("--keep", default="attention:host", metavar="KEEP:TIER", help="as of train.py")
     add("--head-groups", type=int, default=1)
     add("--tile-size", type=int, default=16384, help="of all our plans")
     add("--prefetch", action="store_true")
@@ -86,7 +85,7 @@ def main() -> None:
 def settings(args: argparse.Namespace, system: str, seq_length: int) -> dict:
     """What a worker needs to know."""
     shape = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_size", "vocab", "rope_theta", "dtype")
-    plan = ("keep", "tier", "head_groups", "tile_size", "prefetch", "compress", "disk")
+    plan = ("keep", "head_groups", "tile_size", "prefetch", "compress", "disk")
     task = "gradients" if args.check_gradients else "drift" if args.steps_for_drift else "time"
     return {
         **{name: getattr(args, name) for name in (*shape, "repeats", "warmup", "deterministic")},

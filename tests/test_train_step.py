@@ -14,7 +14,7 @@ from test_benchmarks import ROOT, run
 import easy_context as ec
 
 CPU = torch.device("cpu")
-PLAN = {"keep": "attention", "tier": "host", "head_groups": 1, "tile_size": 24, "prefetch": False}
+PLAN = {"keep": "attention:host", "head_groups": 1, "tile_size": 24, "prefetch": False}
 PLAN |= {"compress": None, "disk": None}
 
 
@@ -56,7 +56,7 @@ def test_gradients_are_held_against_a_higher_precision(step):
 
 
 def test_steps_with_tiers_and_without(step, tmp_path):
-    plan = {**PLAN, "tier": "disk", "disk": str(tmp_path)}
+    plan = {**PLAN, "keep": "attention:disk", "disk": str(tmp_path)}
     row = step("step_checks").drift(settings(step, "custom", plan=plan), CPU)
     assert row["identical_tiers"] and row["identical_again"] and row["finite"]
     assert row["apart_tiers"] == row["loss_apart_tiers"] == 0

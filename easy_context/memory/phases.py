@@ -6,9 +6,9 @@
 Both work row by row, so they can be computed in tiles of rows, and `project` for a group of heads at a time. Neither
 is written here: they are the family's own `forward`s, run on twins of its modules. A twin shares every submodule and
 parameter of the original but for one child: the attention module's output projection becomes the identity and its
-attention function returns what it is given, q as the output, k and v as the weights, which modules pass on; the layer's
-attention module becomes one that projects a given attention output. When a layer is first called, `check_structure` compares it with
-its halves and a trivial attention between them, to within rounding, on a few rows of the real input.
+attention function returns what it is given, q as the output and k, v as the weights, which modules pass on; the layer's
+attention module becomes one that projects a given attention output. When a layer is first called, `check_structure`
+compares it with its halves and a trivial attention between them, to within rounding, on a few rows of the real input.
 
 Weights go in as arguments (`torch.func.functional_call`), so a group of heads is a slice of rows of q, k and v's.
 `vjp` pulls a gradient back through a half. Compiled, recomputation and backward are one graph, in which elementwise

@@ -1,8 +1,9 @@
 """Every byte of attention that crosses ranks.
 
 A `Comm` is one group seen from one rank: point-to-point exchanges (all of a step in one batch, so that no order of
-sends and receives can deadlock) and one all-to-all of flat buffers. Both move whole contiguous tensors; nothing here
-knows about attention. Waiting orders the current CUDA stream behind the transfer and never blocks the host there.
+sends and receives can deadlock) and all-to-alls of flat buffers. Both start a transfer of whole contiguous tensors and
+return; nothing here knows about attention. Waiting orders the current CUDA stream behind the transfer and never blocks
+the host there.
 
 `ProcessGroupComm` runs over torch.distributed; tests and benchmarks bring a comm of their own in which the ranks are
 threads of one process (`easy_context.virtual`).
@@ -36,9 +37,12 @@ class Comm(Protocol):
         the group calls `exchange` equally often in the same order; empty lists are fine."""
         ...
 
-    def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
-        """`send` is flat, `send_sizes[i]` elements for rank i; returns the flat concatenation of what the ranks
-        sent here, `receive_sizes[i]` elements from rank i."""
+    def all_to_all(
+        self, send: torch.Tensor, received: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+    ) -> Pending:
+        """Start to send `send_sizes[i]` elements of the flat `send` to rank i, one rank's after the other's, and to
+        fill the flat `received` alike with `receive_sizes[i]` elements from rank i. Both stay untouched until `wait`
+        returns. What was started first is waited for first."""
         ...
 
 
@@ -82,12 +86,11 @@ class ProcessGroupComm:
     def _op(self, function, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(function, tensor, dist.get_global_rank(self.group, peer), self.group)
 
-    def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
-        if self.size == 1:
-            return send
-        received = send.new_empty(sum(receive_sizes))
-        dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.group)
-        return received
+    def all_to_all(
+        self, send: torch.Tensor, received: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+    ) -> _Works:
+        work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.group, async_op=True)
+        return _Works([work], [received, send])
 
 
 def pass_on(comm: Comm, tensor: torch.Tensor, received: torch.Tensor) -> Pending:

@@ -69,14 +69,12 @@ class VirtualComm:
             self.world.post(self._box(self.rank, peer), tensor)
         return _Receives(self.world, [(buffer, self._box(peer, self.rank)) for buffer, peer in receives])
 
-    def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
-        parts = send.split(send_sizes)
-        received = [send.new_empty(size) for size in receive_sizes]
-        self.exchange(
-            list(zip(parts, range(self.size), strict=True)),
-            list(zip(received, range(self.size), strict=True)),
-        ).wait()
-        return torch.cat(received)
+    def all_to_all(
+        self, send: torch.Tensor, received: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+    ) -> _Receives:
+        sends, receives = send.split(send_sizes), received.split(receive_sizes)
+        peers = range(self.size)
+        return self.exchange(list(zip(sends, peers, strict=True)), list(zip(receives, peers, strict=True)))
 
 
 def run_ranks(layout: Layout, work: Callable) -> list:

@@ -18,6 +18,7 @@ from easy_context import (
     sequence_parallel_attention,
     shard_sequence,
 )
+from easy_context.modes import deal
 
 GPUS = torch.cuda.device_count()
 MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn")
@@ -53,12 +54,15 @@ def with_gradients(tensors, dout, mode: str, **settings):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def attention_errors(rank, world, mode, kernels, head_sizes, length, device):
+def attention_errors(rank, world, mode, kernels, head_sizes, length, device, heads=8, kv_heads=2):
     """Per case the squares of this rank's errors, of those of one call on the same rows, and of the truth's norm, for
     out, dq, dk and dv."""
     errors, random = {}, torch.Generator().manual_seed(0)
     for head_size in head_sizes:
-        whole = [torch.randn(1, length, h, head_size, generator=random).to(device) for h in (8, 2, 2, 8)]
+        whole = [
+            torch.randn(1, length, h, head_size, generator=random).to(device)
+            for h in (heads, kv_heads, kv_heads, heads)
+        ]
         low = [t.bfloat16() for t in whole]
         own = [shard_sequence(mode, t) for t in low]
         for name, mask in masks(length).items():
@@ -76,6 +80,13 @@ def attention_errors(rank, world, mode, kernels, head_sizes, length, device):
                     squares.append([(x**2).sum().item() for x in (a.float() - c, b - c, c)])
                 errors[kernel, head_size, name] = squares
     return errors
+
+
+def errors_in_chunks(rank, world, *args):
+    """The same of Ulysses with two KV heads a rank and an all-to-all for each, however short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deal, "CHUNK_BYTES", 0)
+        return attention_errors(rank, world, "ulysses_attn", *args, 4 * world, 2 * world)
 
 
 def assert_close(of_ranks: list[dict], cases: set) -> None:
@@ -98,6 +109,16 @@ def test_attention_within_twice_the_error_of_one_call(mode, kernel, world):
     of_ranks = spawn(attention_errors, world, mode, [kernel], [64, 128], length, "cuda", backend="nccl")
     named = {name for name in masks(length) if kernel != "cudnn" or name != "window"}
     assert_close(of_ranks, {(kernel, head_size, name) for head_size in (64, 128) for name in named})
+
+
+@over_nccl
+@pytest.mark.parametrize("kernel", CUDA)
+def test_ulysses_in_chunks_within_twice_the_error_of_one_call(kernel, world):
+    q = torch.zeros(1, 128, 8, 128, dtype=torch.bfloat16, device="cuda")
+    if reason := BY_NAME[kernel].why_not(q, q, causal=True):
+        pytest.skip(reason)
+    of_ranks = spawn(errors_in_chunks, world, [kernel], [128], 2048 * world, "cuda", backend="nccl")
+    assert_close(of_ranks, {(kernel, 128, name) for name in masks(1) if kernel != "cudnn" or name != "window"})
 
 
 # --- models
@@ -171,3 +192,8 @@ def test_the_functions_of_this_file_over_gloo(mode):
     of_ranks = spawn(attention_errors, 2, mode, ["cpu_flash"], [16], 512, "cpu")
     assert_close(of_ranks, {("cpu_flash", 16, name) for name in masks(512)})
     assert_trains_alike(2, mode, 1 if mode == "ulysses_attn" else 2, 60, "cpu", "gloo")
+
+
+def test_chunks_over_gloo():
+    of_ranks = spawn(errors_in_chunks, 2, ["cpu_flash"], [16], 512, "cpu")
+    assert_close(of_ranks, {("cpu_flash", 16, name) for name in masks(512)})

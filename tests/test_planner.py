@@ -18,7 +18,7 @@ import easy_context
 from easy_context import train_flags
 from easy_context.memory.plan import LayerPlan, MemoryPlan
 from easy_context.metrics import flops_per_token
-from easy_context.planner import HARDWARE, ModelShape, for_training, plan, settle
+from easy_context.planner import HARDWARE, ModelShape, exchange, for_training, plan, settle
 from easy_context.planner.cli import main, parser
 from easy_context.planner.costs import ORDINARY_LAYERS
 from easy_context.planner.flags import flags_of, keep_flag, parse_keep, size, tokens
@@ -228,6 +228,19 @@ def test_slow_links_show(mode):
     assert 0 < step_time(near).exchange < 0.05 * step_time(near).total
     assert step_time(far).exchange > step_time(near).exchange
     assert step_time(near).attention == pytest.approx(step_time(base()).attention / 8)
+
+
+@pytest.mark.parametrize("tokens, kv_heads, chunks", [(8192, 8, 1), (32768, 8, 2), (65536, 8, 4), (65536, 2, 1)])
+def test_of_long_all_to_alls_one_chunk_shows(tokens, kv_heads, chunks):
+    """Over a link of 100 GB/s, where chunks compute long enough to hide the others, and where they take no time."""
+    shard = exchange.Shard(tokens, 32, kv_heads, 128)
+    sent = sum(shard.of_heads(2)) / 100e9
+    for computed, shown in ((1.0, sent / chunks), (0.0, sent)):
+        for backward in (False, True):
+            seconds = exchange.exposed(
+                "ulysses_attn", shard, 2, 1, computed, lambda size, _: size / 100e9, backward=backward
+            )
+            assert seconds == pytest.approx(shown)
 
 
 # --- choices --------------------------------------------------------------------------------------

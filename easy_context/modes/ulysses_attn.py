@@ -2,65 +2,90 @@
 
 Outside attention every rank holds a contiguous piece of the sequence and all heads. One all-to-all turns that into the
 whole sequence and a share of the heads, attention runs locally, a second all-to-all turns its output back. The backward
-does the same with the gradients: dout there, dq, dk and dv back.
-
-Query heads are dealt out in contiguous, nearly equal ranges, whatever their number (6 heads on 4 ranks: 2, 2, 1, 1);
-each rank receives exactly the KV heads that its query heads use, so a KV head that several ranks need is replicated,
-and its gradient is summed when it comes back. Nothing is padded.
-
-A message holds one token after the other, and of each token the heads of q, k and v side by side. So what arrives from
-all ranks is, at B = 1, `[S, own heads of q, k and v, D]` already: q, k and v are views of it, which kernels read as
-they are. Copies: one on the way out, none on arrival (one for B > 1); back to the sequence one on arrival, and one on
-the way out (none for the output at B = 1, which is a single tensor).
+does the same with the gradients: dout there, dq, dk and dv back. Whose heads are whose, and how a message looks, is in
+`deal.py`.
 
 Sent per rank and layer, N ranks, n = B * S/N * D elements a head: two all-to-alls forward, (N-1)/N * n * (H + 2 H_kv)
 * itemsize bytes and (N-1)/N * n * H * itemsize; backward the same two in reverse order. A KV head counts once for
 every rank that needs it; cross-attention sends q and k, v apart. `restore` is one all-to-all of (N-1)/N * n *
-(2 H + 2 H_kv) * itemsize. They hide behind nothing: the exchange and the attention of one layer wait for each other.
-Choose it where links are fast and there are no more ranks than heads; beyond that, ranks without a head idle
-(`usp_attn` splits the rest by a ring).
-"""
+(2 H + 2 H_kv) * itemsize.
 
-from collections.abc import Sequence
+What hides them: nothing where messages are short, since attention needs all tokens of a head, and its output comes
+last. Large ones (`deal.CHUNK_BYTES`) are cut into c chunks of heads, c times as many all-to-alls: while a chunk is
+computed, the next one arrives and the one before goes home, and 1/c of the bytes shows. Held besides: one chunk's
+output, forward. Choose Ulysses where links are fast and there are no more ranks than heads; beyond that, ranks without
+a head idle (`usp_attn` splits the rest by a ring).
+"""
 
 import torch
 
 from ..comm import Comm, ProcessGroupComm
-from ..kernels.base import lse_dtype
 from ..layout import Layout
 from .base import AttentionContext, Gradients, Residuals
+from .deal import Deal, count_chunks, joined
 from .ring import RingMode
-
-HeadRange = tuple[int, int]
 
 
 class HeadsMode(RingMode):
     """A mode that trades sequence for heads within one group, and whose ring, another group, computes on these: a
     subclass says which groups. The residuals are q, k, v, out of the own heads, all tokens of the group, and their
-    lse."""
+    lse, each with a leading dimension of chunks."""
 
     def heads(self, ctx: AttentionContext) -> Comm:
         """The group whose ranks hold neighbouring pieces of the sequence, in their order."""
         raise NotImplementedError
 
     def forward(self, q, k, v, ctx: AttentionContext):
-        deal = Deal(self.heads(ctx), q.shape[2], k.shape[2])
-        qkv = deal.to_heads(q=[q], kv=[k, v])
-        out, residuals = super().forward(qkv[0], *deal.paired(*qkv[1:]), ctx)
-        (local_out,) = deal.to_sequence(q=[out])
-        return local_out, Residuals(*qkv, out, residuals.lse, k.shape[2])
+        comm = self.heads(ctx)
+        if comm.size == 1:
+            return super().forward(q, k, v, ctx)
+        deal = Deal(comm, q.shape[2], k.shape[2], self._chunks(q, k, ctx))
+        qkv, arriving = deal.to_heads(q=[q], kv=[k, v])
+        outs, lses, leaving = _Stack(len(arriving)), _Stack(len(arriving)), []
+        for chunk, pending in enumerate(arriving):
+            pending.wait()
+            own_q, *own_kv = (t[chunk] for t in qkv)
+            out, residuals = super().forward(own_q, *deal.paired(*own_kv), ctx)
+            lses.add(residuals.lse)
+            leaving.append(deal.to_sequence(chunk, q=[outs.add(out)]))
+            del out, residuals
+        (local_out,) = map(joined, zip(*leaving, strict=True))
+        return local_out, Residuals(*qkv, outs.whole, lses.whole, k.shape[2])
 
     def backward(self, dout, residuals: Residuals, ctx: AttentionContext) -> Gradients:
-        deal = Deal(self.heads(ctx), dout.shape[2], residuals.kv_heads)
-        (dout,) = deal.to_heads(q=[dout])
-        k, v = deal.paired(residuals.k, residuals.v)
-        dq, dk, dv = super().backward(dout, residuals._replace(k=k, v=v), ctx)
-        return tuple(deal.to_sequence(q=[dq], kv=deal.unpaired(dk, dv)))
+        comm = self.heads(ctx)
+        if comm.size == 1:
+            return super().backward(dout, residuals, ctx)
+        *tensors, kv_heads = residuals
+        deal = Deal(comm, dout.shape[2], kv_heads, len(residuals.lse))
+        (douts,), arriving = deal.to_heads(q=[dout])
+        leaving = []
+        for chunk, pending in enumerate(arriving):
+            pending.wait()
+            q, k, v, out, lse = (t[chunk] for t in tensors)
+            own = Residuals(q, *deal.paired(k, v), out, lse, kv_heads)
+            dq, dk, dv = super().backward(douts[chunk], own, ctx)
+            leaving.append(deal.to_sequence(chunk, q=[dq], kv=deal.unpaired(dk, dv)))
+            del dq, dk, dv
+        return tuple(map(joined, zip(*leaving, strict=True)))
 
     def restore(self, q, k, v, out, lse, ctx: AttentionContext) -> Residuals:
-        deal = Deal(self.heads(ctx), q.shape[2], k.shape[2])
-        q, out, k_own, v_own = deal.to_heads(q=[q, out], kv=[k, v])
-        return Residuals(q, k_own, v_own, out, lse, k.shape[2])
+        comm = self.heads(ctx)
+        if comm.size == 1:
+            return super().restore(q, k, v, out, lse, ctx)
+        deal = Deal(comm, q.shape[2], k.shape[2], len(lse))
+        (q, out, own_k, own_v), arriving = deal.to_heads(q=[q, out], kv=[k, v])
+        for pending in arriving:
+            pending.wait()
+        return Residuals(q, own_k, own_v, out, lse, k.shape[2])
+
+    def _chunks(self, q: torch.Tensor, k: torch.Tensor, ctx: AttentionContext) -> int:
+        """One where a ring computes, whose calls are many and short already and whose own exchange would share the
+        links, and one for cross-attention."""
+        ranks = self.heads(ctx).size
+        if self.ring(ctx).size > 1 or q.shape[1] != k.shape[1]:
+            return 1
+        return count_chunks(k.shape[2], ranks, (q.nbytes + 2 * k.nbytes) * (ranks - 1) // ranks)
 
 
 class UlyssesAttention(HeadsMode):
@@ -76,122 +101,23 @@ class UlyssesAttention(HeadsMode):
         return ProcessGroupComm(None)
 
 
-class Deal:
-    """The heads of one call, dealt to the ranks of `comm`. Messages hold, token by token, the heads of all tensors."""
+class _Stack:
+    """`count` tensors of one shape, added one by one, in one tensor: a single one as a view, more by a copy each."""
 
-    def __init__(self, comm: Comm, heads: int, kv_heads: int):
-        self.comm = comm
-        self.ranges = deal_heads(heads, kv_heads, comm.size)
-        self.pairing = kv_of_each_query(self.ranges[comm.rank], heads // kv_heads)
+    def __init__(self, count: int):
+        self.count, self.filled = count, 0
+        self.whole: torch.Tensor | None = None
 
-    def to_heads(self, q=(), kv=()) -> list[torch.Tensor]:
-        """All heads of a piece of the sequence, `[B, S_local, H | H_kv, D]`, to own heads of it all, `[B, S, own, D]`:
-        one copy out, one message, and no copy in but for B > 1. What arrives are views of one tensor."""
-        if self.comm.size == 1:
-            return [*q, *kv]
-        if _of_two_sequences(q, kv):
-            return [*self.to_heads(q=q), *self.to_heads(kv=kv)]
-        tensors, ranges = [*q, *kv], self._ranges(q, kv)
-        batch, length, _, head_size = tensors[0].shape
-        numbers = [sum(end - start for start, end in of_rank) for of_rank in ranges]
-        sizes = [batch * length * number * head_size for number in numbers]
-        send = tensors[0].new_empty(sum(sizes))
-        for message, number, of_rank in zip(send.split(sizes), numbers, ranges, strict=True):
-            parts = [t[:, :, slice(*r)] for t, r in zip(tensors, of_rank, strict=True)]
-            torch.cat(parts, dim=2, out=message.view(batch, length, number, head_size))
-        rank, size = self.comm.rank, self.comm.size
-        received = self.comm.all_to_all(send, sizes, [sizes[rank]] * size)
-        whole = received.view(size, batch, length, numbers[rank], head_size).transpose(0, 1).flatten(1, 2)
-        return list(whole.split([end - start for start, end in ranges[rank]], dim=2))
-
-    def to_sequence(self, q=(), kv=()) -> list[torch.Tensor]:
-        """The transpose of `to_heads`: one copy out (none of a single contiguous tensor with B = 1), one message, one
-        copy in. Heads that several ranks computed are summed, in float32 or more."""
-        if self.comm.size == 1:
-            return [*q, *kv]
-        if _of_two_sequences(q, kv):
-            return [*self.to_sequence(q=q), *self.to_sequence(kv=kv)]
-        tensors, ranges = [*q, *kv], self._ranges(q, kv)
-        rank, size = self.comm.rank, self.comm.size
-        batch, length, head_size = tensors[0].shape[0], tensors[0].shape[1] // size, tensors[0].shape[3]
-        pieces = [t.unflatten(1, (size, length)).transpose(0, 1) for t in tensors]
-        send = (torch.cat(pieces, dim=3) if len(pieces) > 1 else pieces[0]).reshape(-1)
-        numbers = [sum(end - start for start, end in of_rank) for of_rank in ranges]
-        sizes = [batch * length * number * head_size for number in numbers]
-        received = self.comm.all_to_all(send, [sizes[rank]] * size, sizes)
-        messages = [m.view(batch, length, n, head_size) for m, n in zip(received.split(sizes), numbers, strict=True)]
-        parts = [
-            message.split([end - start for start, end in of_rank], dim=2)
-            for message, of_rank in zip(messages, ranges, strict=True)
-        ]
-        return [_joined(*args) for args in zip(zip(*ranges, strict=True), zip(*parts, strict=True), strict=True)]
-
-    def paired(self, k: torch.Tensor, v: torch.Tensor):
-        """Own k and v as a kernel pairs them with the own query heads: repeated where these form no equal groups."""
-        if self.pairing is None:
-            return k, v
-        return tuple(torch.stack([t[:, :, shared] for shared in self.pairing], dim=2) for t in (k, v))
-
-    def unpaired(self, dk: torch.Tensor, dv: torch.Tensor):
-        """The transpose of `paired`."""
-        return (dk, dv) if self.pairing is None else [_summed(grad, self.pairing) for grad in (dk, dv)]
-
-    def _ranges(self, q, kv) -> list[list[HeadRange]]:
-        """Per rank, the heads that it gets of each tensor."""
-        return [[of_q] * len(q) + [of_kv] * len(kv) for of_q, of_kv in self.ranges]
-
-
-def deal_heads(heads: int, kv_heads: int, ranks: int) -> list[tuple[HeadRange, HeadRange]]:
-    """Per rank the range of query heads that it computes, and the range of KV heads that these use. Pure."""
-    group = heads // kv_heads
-    deals, start = [], 0
-    for rank in range(ranks):
-        end = start + heads // ranks + (rank < heads % ranks)
-        deals.append(((start, end), (start // group, -(-end // group)) if end > start else (0, 0)))
-        start = end
-    return deals
-
-
-def kv_of_each_query(deal: tuple[HeadRange, HeadRange], group: int) -> list[int] | None:
-    """For each own query head the local index of its KV head, where the own heads do not form equal groups of
-    neighbours (then a kernel's own grouping would pair them wrongly); None where they do."""
-    (q_start, q_end), (kv_start, kv_end) = deal
-    pairing = [head // group - kv_start for head in range(q_start, q_end)]
-    count = kv_end - kv_start
-    even = (
-        count and len(pairing) % count == 0 and pairing == [i // (len(pairing) // count) for i in range(len(pairing))]
-    )
-    return None if even or not pairing else pairing
-
-
-def _of_two_sequences(q, kv) -> bool:
-    """Cross-attention: a message holds tokens of one sequence."""
-    return bool(q and kv) and q[0].shape[1] != kv[0].shape[1]
-
-
-def _joined(ranges: Sequence[HeadRange], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`parts[r]` are the heads `ranges[r]`, ranges ascending: `[B, S_local, heads, D]`, of which each may come
-    several times."""
-    batch, length, _, head_size = parts[0].shape
-    heads = max(end for _, end in ranges)
-    if sum(end - start for start, end in ranges) == heads:
-        return torch.cat(list(parts), dim=2, out=parts[0].new_empty(batch, length, heads, head_size))
-    total = parts[0].new_empty(batch, length, heads, head_size, dtype=lse_dtype(parts[0]))
-    done = 0
-    for (start, end), part in zip(ranges, parts, strict=True):
-        again = max(min(done, end) - start, 0)
-        total[:, :, start : start + again].add_(part[:, :, :again])
-        total[:, :, start + again : end].copy_(part[:, :, again:])
-        done = max(done, end)
-    return total.to(parts[0].dtype)
-
-
-def _summed(grad: torch.Tensor, pairing: list[int]) -> torch.Tensor:
-    """`[B, S, len(pairing), D]` -> `[B, S, own KV heads, D]`, the sum over the query heads that share one."""
-    total = grad.new_zeros(*grad.shape[:2], pairing[-1] + 1, grad.shape[3], dtype=lse_dtype(grad))
-    for head, shared in enumerate(pairing):
-        total[:, :, shared].add_(grad[:, :, head])
-    return total.to(grad.dtype)
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the part as it lies in the whole."""
+        if self.count == 1:
+            self.whole = part[None]
+        elif self.whole is None:
+            self.whole = part.new_empty(self.count, *part.shape)
+        if self.count > 1:
+            self.whole[self.filled] = part
+        self.filled += 1
+        return self.whole[self.filled - 1]
 
 
 MODE = UlyssesAttention()

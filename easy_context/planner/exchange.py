@@ -3,8 +3,9 @@ computing cannot hide.
 
 A ring step computes while the next keys and values are on their way: only what takes longer than the computation
 shows, and in the backward the last gradients' way home. The same holds for steps of a schedule (dist_flash_attn, rings
-of short shards), of which several may be joined. Ulysses' all-to-alls come before and after attention, so all of them
-show. Head groups exchange one after the other, in messages that many times smaller.
+of short shards), of which several may be joined. Ulysses' all-to-alls come before and after attention: all of a short
+one shows, and of a long one, cut into chunks of heads, the first chunk's way there and the last one's way back. Head
+groups exchange one after the other, in messages that many times smaller.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from easy_context.modes.deal import count_chunks, deal_heads
 from easy_context.modes.dist_flash_attn import schedule
 from easy_context.modes.tasks import joined, most_joined, rotation
-from easy_context.modes.ulysses_attn import deal_heads
 
 from .setting import Setting
 
@@ -120,7 +121,7 @@ def exposed(
     `again`: the backward also brings q, k, v and out back into the arrangement of the mode (`Mode.restore`)."""
     if mode == "dist_flash_attn":
         return _scheduled(mode, shard, world, world, computed, link, backward)
-    heads = _heads(shard, world // ring, link, backward and again)
+    heads = _heads(shard, world // ring, ring, computed, link, backward and again)
     shard = shard.in_ring(world // ring)
     if ring == 1:
         return heads
@@ -150,12 +151,19 @@ def _scheduled(mode: str, shard: Shard, world: int, ring: int, computed: float, 
     return total
 
 
-def _heads(shard: Shard, ranks: int, link: Link, again: bool) -> float:
-    """q, k, v there and out back; backward dout there and dq, dk, dv back."""
+def _heads(shard: Shard, ranks: int, ring: int, computed: float, link: Link, again: bool) -> float:
+    """q, k, v there and out back; backward dout there and dq, dk, dv back, whose sums are the same. While a chunk
+    computes, the next one is on its way there and the previous one on its way back."""
     if ranks == 1:
         return 0.0
     there, back = shard.of_heads(ranks)
-    return link(there, ranks) + link(back, ranks) + (link(there + back, ranks) if again else 0.0)
+    chunks = count_chunks(shard.kv_heads, ranks, there) if ring == 1 else 1
+    there, back, both = (link(size / chunks, ranks) for size in (there, back, there + back))
+    total = there + back + (chunks * both if again else 0.0)
+    for chunk in range(chunks):
+        travelling = there * (chunk + 1 < chunks) + back * (chunk > 0)
+        total += max(0.0, travelling - computed / chunks)
+    return total
 
 
 def seconds(setting: Setting, groups: int, computed: float, *, backward: bool, again: bool) -> float:

@@ -11,7 +11,7 @@ from easy_context.comm import ProcessGroupComm
 from easy_context.kernels import KERNELS
 from easy_context.kernels.base import Kernel
 from easy_context.modes import AttentionContext, Mode, available_modes, deal, get_mode, tasks
-from easy_context.modes.deal import count_chunks, deal_heads, kv_of_each_query
+from easy_context.modes.deal import Deal, count_chunks, deal_heads, kv_of_each_query
 from easy_context.modes.dist_flash_attn import HALF, schedule
 from easy_context.modes.tasks import Steps, Task, joined, rotation
 from easy_context.virtual import VirtualComm, run_ranks
@@ -446,6 +446,32 @@ def test_heads_in_chunks(mode, world, ring_degree, heads, kv_heads, batch, mask,
         whole = [torch.cat(parts, 1)[:, order] for parts in zip(*(ways[at] for ways in of_ranks), strict=True)]
         for got, truth in zip(whole, one_process(*data, **masks), strict=True):
             assert error(got, truth) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("head_size", [8, 6])  # bf16: with and without whole words of eight bytes
+@pytest.mark.parametrize("lie", ["dense", "heads last", "every second element"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_arrive_and_return_bit_by_bit_however_they_lie(batch, lie, head_size, dtype):
+    q, k, *_ = inputs(batch, 48, 8, 4, head_size, dtype)
+    if lie == "heads last":
+        q, k = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k))
+    if lie == "every second element":
+        q, k = (t.repeat_interleave(2, 3)[..., ::2] for t in (q, k))
+
+    def work(rank, groups):
+        comm = groups["sequence"]
+        dealt, own = Deal(comm, 8, 4, chunks=2), slice(24 * rank, 24 * rank + 24)
+        (q_own, k_own), arriving = dealt.to_heads(q=[q[:, own]], kv=[k[:, own]])
+        for pending in arriving:
+            pending.wait()
+        assert torch.equal(torch.cat([*q_own], 2), q[:, :, 4 * rank : 4 * rank + 4])
+        assert torch.equal(torch.cat([*k_own], 2), k[:, :, 2 * rank : 2 * rank + 2])
+        leaving = [dealt.to_sequence(chunk, q=[q_own[chunk]], kv=[k_own[chunk]]) for chunk in range(2)]
+        back = map(deal.joined, zip(*leaving, strict=True))
+        assert all(torch.equal(a, b[:, own]) for a, b in zip(back, (q, k), strict=True))
+
+    run_ranks(get_mode("ulysses_attn").layout(2), work)
 
 
 IN_CHUNKS = ["start"] * 2 + ["arrive", "compute", "start"] * 2 + ["arrive"] * 2

@@ -105,7 +105,8 @@ class Deal:
         send = own.new_empty(sum(sizes))
         for message, n, of_rank in zip(send.split(sizes), numbers, ranges, strict=True):
             parts = [t[:, :, slice(*r)] for t, r in zip(tensors, of_rank, strict=True)]
-            torch.cat(parts, dim=2, out=message.view(batch, length, n, head_size))
+            room, *parts = _in_words(message.view(batch, length, n, head_size), *parts)
+            torch.cat(parts, dim=2, out=room)
         by_rank = own.transpose(0, 1)
         received = by_rank if batch == 1 else torch.empty_like(by_rank, memory_format=torch.contiguous_format)
         pending = self.comm.all_to_all(
@@ -121,7 +122,8 @@ class Deal:
         tensors, ranges, size = [*q, *kv], _ranges(self.chunks[chunk], q, kv), self.comm.size
         batch, length, head_size = tensors[0].shape[0], tensors[0].shape[1] // size, tensors[0].shape[3]
         pieces = [t.unflatten(1, (size, length)).transpose(0, 1) for t in tensors]
-        send = (torch.cat(pieces, dim=3) if len(pieces) > 1 else pieces[0]).reshape(-1)
+        whole = torch.cat(_in_words(*pieces), dim=3).view(pieces[0].dtype) if len(pieces) > 1 else pieces[0]
+        send = whole.reshape(-1)
         numbers = _numbers(ranges)
         sizes = [batch * length * n * head_size for n in numbers]
         received = send.new_empty(sum(sizes))
@@ -159,7 +161,8 @@ def joined(chunks: Sequence[Coming]) -> torch.Tensor:
         for (start, end), part in zip(chunk.ranges, chunk.parts, strict=True):
             again = len(done.intersection(range(start, end)))  # the first ones: within a chunk, ranges ascend
             whole[:, :, start : start + again].add_(part[:, :, :again])
-            whole[:, :, start + again : end].copy_(part[:, :, again:])
+            room, new = _in_words(whole[:, :, start + again : end], part[:, :, again:])
+            room.copy_(new)
             done.update(range(start, end))
     return whole.to(like.dtype)
 
@@ -200,6 +203,17 @@ def _ranges(shares: list[Share], q, kv) -> list[list[HeadRange]]:
 def _numbers(ranges: list[list[HeadRange]]) -> list[int]:
     """Per rank, how many heads that are."""
     return [sum(end - start for start, end in of_rank) for of_rank in ranges]
+
+
+def _in_words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The same memory in elements of 8 bytes where all of the tensors can be seen so: GPUs copy strided tensors an
+    element at a time."""
+
+    def fits(t: torch.Tensor) -> bool:
+        strides = [size * t.element_size() % 8 for size in (t.shape[-1], t.storage_offset(), *t.stride()[:-1])]
+        return t.dtype == tensors[0].dtype and t.stride(-1) == 1 and not any(strides)
+
+    return [t.view(torch.int64) for t in tensors] if all(map(fits, tensors)) else tensors
 
 
 def _of_two_sequences(q, kv) -> bool:

@@ -46,8 +46,8 @@ class HeadsMode(RingMode):
             pending.wait()
             own_q, *own_kv = (t[chunk] for t in qkv)
             out, residuals = super().forward(own_q, *deal.paired(*own_kv), ctx)
-            lses.add(residuals.lse)
-            leaving.append(deal.to_sequence(chunk, q=[outs.add(out)]))
+            lses.put(chunk, residuals.lse)
+            leaving.append(deal.to_sequence(chunk, q=[outs.put(chunk, out)]))
             del out, residuals
         (local_out,) = map(joined, zip(*leaving, strict=True))
         return local_out, Residuals(*qkv, outs.whole, lses.whole, k.shape[2])
@@ -80,8 +80,8 @@ class HeadsMode(RingMode):
         return Residuals(q, own_k, own_v, out, lse, k.shape[2])
 
     def _chunks(self, q: torch.Tensor, k: torch.Tensor, ctx: AttentionContext) -> int:
-        """One where a ring computes, whose calls are many and short already and whose own exchange would share the
-        links, and one for cross-attention."""
+        """One where a ring computes, whose calls are many already and whose messages would be in flight at the same
+        time; and one for cross-attention, whose q travels apart from k and v."""
         ranks = self.heads(ctx).size
         if self.ring(ctx).size > 1 or q.shape[1] != k.shape[1]:
             return 1
@@ -102,22 +102,20 @@ class UlyssesAttention(HeadsMode):
 
 
 class _Stack:
-    """`count` tensors of one shape, added one by one, in one tensor: a single one as a view, more by a copy each."""
+    """`count` tensors of one shape in one: a single one as a view, several by a copy each as soon as they are there."""
 
     def __init__(self, count: int):
-        self.count, self.filled = count, 0
+        self.count = count
         self.whole: torch.Tensor | None = None
 
-    def add(self, part: torch.Tensor) -> torch.Tensor:
+    def put(self, at: int, part: torch.Tensor) -> torch.Tensor:
         """Returns the part as it lies in the whole."""
         if self.count == 1:
             self.whole = part[None]
-        elif self.whole is None:
+            return part
+        if self.whole is None:
             self.whole = part.new_empty(self.count, *part.shape)
-        if self.count > 1:
-            self.whole[self.filled] = part
-        self.filled += 1
-        return self.whole[self.filled - 1]
+        return self.whole[at].copy_(part)
 
 
 MODE = UlyssesAttention()

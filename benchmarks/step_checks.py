@@ -48,7 +48,7 @@ def _plain(args: Namespace, device: torch.device, dtype: torch.dtype) -> tuple[d
 
 
 def _distance(found: Tensor, reference: Tensor, device: torch.device) -> float:
-    found, reference = (tensor.to(device, torch.float64) for tensor in (found, reference))
+    found, reference = (tensor.to(device).to(torch.float64) for tensor in (found, reference))  # converted there
     return float((found - reference).norm() / reference.norm())
 
 

@@ -554,6 +554,15 @@ def test_a_layer_of_unknown_structure_is_refused():
         gradients(model, batch())
 
 
+def test_a_layer_that_gates_its_attention_output_is_refused():
+    """What happens between attention and output projection is in neither half."""
+    model = tiny_model("qwen3_next", torch.float32, layer_types=["full_attention"] * 2)
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    with pytest.raises(ValueError, match="a memory plan does not know"):
+        gradients(model, batch())
+
+
 def test_dropout_is_refused():
     from peft import LoraConfig, get_peft_model
 

@@ -6,9 +6,10 @@
 Both work row by row, so they can be computed in tiles of rows, and `project` for a group of heads at a time. Neither
 is written here: they are the family's own `forward`s, run on twins of its modules. A twin shares every submodule and
 parameter of the original but for one child: the attention module's output projection becomes the identity and its
-attention function returns what it is given, q as the output and k, v as the weights, which modules pass on; the layer's
-attention module becomes one that projects a given attention output. When a layer is first called, `check_structure`
-compares it with its halves and a trivial attention between them, to within rounding, on a few rows of the real input.
+attention function returns what it is given, q, k and v, as attention weights, which modules pass on as they are; the
+layer's attention module becomes one that projects a given attention output. When a layer is first called,
+`check_structure` compares it with its halves and a trivial attention between them, to within rounding, on a few rows of
+the real input.
 
 Weights go in as arguments (`torch.func.functional_call`), so a group of heads is a slice of rows of q, k and v's.
 `vjp` pulls a gradient back through a half. Compiled, recomputation and backward are one graph, in which elementwise
@@ -23,7 +24,7 @@ from torch.func import functional_call
 
 from ..refusals import refuse_layer
 
-GIVEN = "easy_context_given"  # an attention function that returns its q, and its k and v as attention's weights
+GIVEN = "easy_context_given"  # an attention function that returns its q, k and v as attention weights
 FIRST = "easy_context_first"  # one that returns its q, and notes in `module.told` what else it was given
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEADWISE = {"q_norm", "k_norm"}
@@ -44,10 +45,10 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         given = {"position_embeddings": (cos, sin), "attention_mask": None}
-        q, kv = type(self.attention).forward(self.attention, self.norm(x), **given)
-        if not isinstance(kv, tuple):
+        _, qkv = type(self.attention).forward(self.attention, self.norm(x), **given)
+        if not isinstance(qkv, tuple):
             raise ValueError(_UNKNOWN.format(type(self.attention).__name__))
-        return q.unflatten(-1, (-1, self.head_size)), *kv
+        return qkv
 
 
 class Finish(nn.Module):
@@ -102,7 +103,7 @@ def _with(config, name: str, function):
 def _given(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **_):
     kind = value.dtype  # under autocast rotation has made queries and keys float32
     q, k, v = (tensor.to(kind).transpose(1, 2) for tensor in (query, key, value))
-    return q.flatten(2), (k, v)
+    return q, (q, k, v)
 
 
 def _first(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):

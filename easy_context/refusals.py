@@ -6,6 +6,8 @@ may see alone, a wrong mask, is returned as text for `agreement.gather_sequence`
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -80,3 +82,25 @@ def refuse_layer(module, query, key, value, mask, kwargs: dict) -> None:
     for what, present in faults.items():
         if present:
             raise ValueError(f"{type(module).__name__}: {what} is not supported by sharded attention")
+
+
+def refuse_dropout(module: nn.Module) -> None:
+    """Where a module is computed again, refuse dropout that would differ from the forward's."""
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Dropout)]
+    on = [name for name, part in parts if part.p > 0 and part.training]
+    if on:
+        raise ValueError(f"dropout ({', '.join(on)}) would differ between forward and recomputation: set it to 0")
+
+
+@contextmanager
+def refusing_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Refuse what `refuse_dropout` does not see: random numbers that a module draws inside this context, by
+    `nn.functional.dropout` or as a router's jitter."""
+    state = torch.cuda.get_rng_state if device.type == "cuda" else lambda _: torch.get_rng_state()
+    before = state(device)
+    yield
+    if not torch.equal(before, state(device)):
+        raise ValueError(
+            f"{type(module).__name__} draws random numbers, which would differ between forward and recomputation: set "
+            "dropout and jitter in the model's config to 0"
+        )

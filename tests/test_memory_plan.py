@@ -574,6 +574,26 @@ def test_dropout_is_refused():
         gradients(model, batch())
 
 
+RANDOM = {"starcoder2": {"residual_dropout": 1e-4}, "mixtral": {"router_jitter_noise": 1e-3, "num_local_experts": 4}}
+
+
+@pytest.mark.parametrize("family", RANDOM)
+def test_random_numbers_that_no_module_tells_of_are_refused(family):
+    """Be they so small that a layer cannot be told from its halves."""
+    model = tiny_model(family, torch.float32, **RANDOM[family], attention_dropout=0.0).train()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    with pytest.raises(ValueError, match="draws random numbers"):
+        gradients(model, batch())
+    model.eval()
+    gradients(model, batch())
+    remove_memory_plan(model)
+    tile_rows(model.model.layers[0].mlp)
+    gradients(model, batch())
+    with pytest.raises(ValueError, match="draws random numbers"):
+        gradients(model.train(), batch())
+
+
 def test_tiled_mlp_alone():
     model = tiny_model(mlp_bias=True)
     ec.apply_seq_parallel_monkey_patch("data_parallel", model)

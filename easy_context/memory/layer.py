@@ -30,13 +30,14 @@ from torch import Tensor, nn
 
 from ..modes import Mode
 from ..monkey_patch import CONTEXT, decoder_of, layer_context
+from ..refusals import refuse_dropout
 from . import phases
 from .checkpoints import Checkpoint, PlannedModel
 from .fused import fuse_rows, unfuse_rows
 from .gradients import Gradients, references, references_to_a_gradient
 from .leaf import gather_apart, gather_whole, gradients_held_unread
 from .plan import LayerPlan, MemoryPlan
-from .rows import TiledRows, autocast_of, pull_back, refuse_dropout, run, tile_rows, tiles, trainable
+from .rows import TiledRows, autocast_of, pull_back, run, tile_rows, tiles, trainable
 
 logger = logging.getLogger("easy_context")
 _CHECKED_ROWS = 8  # of the real input, on which a layer is compared with its two halves

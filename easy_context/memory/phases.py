@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..refusals import refuse_layer
+from ..refusals import refuse_layer, refusing_random_numbers
 
 GIVEN = "easy_context_given"  # an attention function that returns its q, k and v as attention weights
 FIRST = "easy_context_first"  # one that returns its q, and notes in `module.told` what else it was given
@@ -142,12 +142,14 @@ def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask)
     attention function, and whether it returns y as the only item of a tuple.
 
     Raises:
-        ValueError: a layer that is not what the halves make of it, or that asks of attention what cannot be had.
+        ValueError: a layer that is not what the halves make of it, that asks of attention what cannot be had, or that
+            draws random numbers.
     """
     attention = twin(layer.self_attn, config=_with(layer.self_attn.config, FIRST, _first), told={})
     whole = twin(layer, gradient_checkpointing=False, self_attn=attention)
     given = {"position_embeddings": (cos, sin), "attention_mask": mask}
-    truth = type(layer).forward(whole, x, **given)
+    with refusing_random_numbers(layer, x.device):
+        truth = type(layer).forward(whole, x, **given)
     in_tuple = isinstance(truth, tuple) and len(truth) == 1
     truth = truth[0] if in_tuple else truth
     q, _, _ = Projections(layer, 1)(x, cos, sin)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fusion import compiled, why_no_triton
+from ..refusals import refuse_dropout, refusing_random_numbers
 from . import phases
 from .gradients import Gradients
 from .leaf import gather_whole
@@ -35,7 +36,7 @@ def tile_rows(module: nn.Module, tile_size: int = 16384, compile: bool | None = 
         compile: fuse elementwise work by torch.compile; None does so on CUDA, except for mixtures of experts.
 
     Raises:
-        ValueError: `tile_size` below 1. (In a forward) dropout that is on.
+        ValueError: `tile_size` below 1. (In a forward) dropout that is on, or other random numbers.
     """
     if tile_size < 1:
         raise ValueError(f"tile_size is at least 1, not {tile_size}")
@@ -48,11 +49,17 @@ class TiledRows:
 
     def __init__(self, module: nn.Module, tile_size: int, compile: bool | None):
         self.module, self.tile_size, self.compile = module, tile_size, compile
+        self.checked: set[bool] = set()  # training or not
 
     @torch.compiler.disable
     def __call__(self, x: Tensor) -> Tensor:
         refuse_dropout(self.module)
-        return _Tiled.apply(self, x, *trainable(self.module))
+        if (training := self.module.training) in self.checked:
+            return _Tiled.apply(self, x, *trainable(self.module))
+        with refusing_random_numbers(self.module, x.device):
+            y = _Tiled.apply(self, x, *trainable(self.module))
+        self.checked.add(training)
+        return y
 
 
 class _Tiled(torch.autograd.Function):
@@ -139,14 +146,6 @@ def tiles(rows: int, tile_size: int) -> list[slice]:
     """As few equal tiles as have at most `tile_size` rows; the last may be smaller. Pure."""
     size = -(-rows // max(1, -(-rows // tile_size)))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, max(1, size))]
-
-
-def refuse_dropout(module: nn.Module) -> None:
-    """ValueError where dropout would differ between a forward and its recomputation."""
-    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Dropout)]
-    on = [name for name, part in parts if part.p > 0 and part.training]
-    if on:
-        raise ValueError(f"dropout ({', '.join(on)}) would differ between forward and recomputation: set it to 0")
 
 
 def autocast_of(device: torch.device):

@@ -25,8 +25,14 @@ class WindowMask(int):
 def refuse_decoder(decoder: nn.Module) -> None:
     """Refuse decoders that do anything along the sequence that the attention interface does not see."""
     config, name = decoder.config, type(decoder).__name__
-    if config.is_encoder_decoder or "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+    takes = inspect.signature(type(decoder).forward).parameters
+    if config.is_encoder_decoder or "position_ids" not in takes:
         raise ValueError(f"{name} takes no position_ids: it would count every shard from 0, and is not supported")
+    if "cache_position" in takes and (getattr(config, "rope_parameters", None) or {}).get("llama_4_scaling_beta"):
+        raise ValueError(
+            f"{name} scales queries by cache_position, which would count every shard from 0, in this transformers: "
+            "install a newer one, in which it is position_ids"
+        )
     strange = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     strange |= {type(m).__name__ for m in decoder.modules() if _MIXES_TOKENS.search(type(m).__name__)}
     strange |= {type(m).__name__ for m in decoder.modules() if isinstance(m, (nn.Conv1d, nn.RNNBase))}

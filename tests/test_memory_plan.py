@@ -1,6 +1,7 @@
 """Layers that follow a memory plan equal the model as transformers wrote it: loss and every gradient."""
 
 import copy
+import inspect
 import os
 import pickle
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 from harness import error, free_port, spawn, tiny_model
+from test_models import SCALED_QUERIES
 from torch.distributed.fsdp import fully_shard
 
 import easy_context as ec
@@ -104,6 +106,13 @@ def test_families(family):
     assert (
         compared(tiny_model(family, **overrides), MemoryPlan.uniform(2, head_groups=groups, tile_size=10)) < tolerance
     )
+
+
+def test_queries_scaled_by_their_positions():
+    model = tiny_model("ministral3", **SCALED_QUERIES)
+    if "cache_position" in inspect.signature(type(model.model).forward).parameters:
+        pytest.skip("an older transformers counts every shard from 0, and is refused")
+    assert compared(model, MemoryPlan.uniform(2, head_groups=2, tile_size=10)) < 1e-12
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

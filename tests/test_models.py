@@ -1,5 +1,7 @@
 """Parallel equals serial, through real patched transformers models: logits, reported loss and every gradient."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +92,31 @@ def test_families(family):
     ids, targets = batch_of(32)
     results = spawn(parallel, 2, "zigzag_ring_attn", family, ids, targets, None, config)
     check(results, serial(family, ids, targets, **config), LOOSE.get(family, EXACT))
+
+
+SCALED_QUERIES = {
+    "max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "ulysses_attn"])
+def test_queries_scaled_by_their_positions(mode):
+    """Ministral 3. An older transformers scales by `cache_position`, a count of its own, and is refused."""
+    model = tiny_model("ministral3", **SCALED_QUERIES)
+    if "cache_position" in inspect.signature(type(model.model).forward).parameters:
+        with pytest.raises(ValueError, match="cache_position"):
+            apply_seq_parallel_monkey_patch(mode, model)
+        return
+    ids, targets = batch_of(41)
+    results = spawn(parallel, 2, mode, "ministral3", ids, targets, None, SCALED_QUERIES)
+    check(results, serial("ministral3", ids, targets, **SCALED_QUERIES), EXACT)
 
 
 # --- batches as real training has them ------------------------------------------------------------------------------

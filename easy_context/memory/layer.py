@@ -128,15 +128,12 @@ class PlannedLayer:
         y = _Planned.apply(call, hidden_states, *call.weights)
         return (y,) if call.in_tuple else y
 
-    def halves(self):
-        return phases.Projections(self.layer, self.plan.head_groups), phases.Finish(self.layer)
-
-    def tell(self, x: Tensor, cos: Tensor, sin: Tensor, mask) -> tuple[dict, bool]:
+    def tell(self, x: Tensor, extras: tuple, mask) -> tuple[dict, bool]:
         training = self.layer.training
         if training not in self.told:
-            few = [rows[:, :_CHECKED_ROWS] for rows in (x, cos, sin)]
+            few = [rows[:, :_CHECKED_ROWS] for rows in (x, *extras)]
             with torch.no_grad():
-                self.told[training] = phases.check_structure(self.layer, *few, mask)
+                self.told[training] = phases.check_structure(self.layer, mask, *few)
         return self.told[training]
 
 
@@ -162,9 +159,11 @@ class _Call:
         self.batch, self.length, _ = x.shape
         self.tiles = tiles(self.batch * self.length, self.plan.tile_size)
         self.around = autocast_of(x.device)
-        self.cos, self.sin = (self._rows(t.expand(self.batch, -1, -1)) for t in kwargs["position_embeddings"])
-        self.projections, self.finish = planned.halves()
-        told, self.in_tuple = planned.tell(self._rows(x), self.cos, self.sin, kwargs.get("attention_mask"))
+        extras = *kwargs["position_embeddings"], kwargs.get("position_ids")  # cos, sin, positions
+        self.extras = tuple(self._rows(t.expand(self.batch, *t.shape[1:])) for t in extras if t is not None)
+        self.projections = phases.Projections(planned.layer, self.plan.head_groups)
+        self.finish = phases.Finish(planned.layer)
+        told, self.in_tuple = planned.tell(self._rows(x), self.extras, kwargs.get("attention_mask"))
         self.mode, self.ctx = layer_context(kwargs, told, self.projections.head_size)
         if type(self.mode).forward is Mode.forward:
             raise ValueError(f"the mode {self.mode.name} defines attention alone: a memory plan needs its forward")
@@ -237,7 +236,7 @@ class _Call:
             by_qkv = [self._rows(t) for t in by_qkv]
             cut = self._cut(group)
             for t in self.tiles:
-                extras = self.cos[:, t], self.sin[:, t]
+                extras = tuple(rows[:, t] for rows in self.extras)
                 gradient = tuple(part[:, t] for part in by_qkv)
                 (by_x,), found = pull_back(self.projections, (x[:, t],), extras, gradient, self.plan.compile, cut)
                 gradients.add(found)
@@ -264,7 +263,7 @@ class _Call:
         """q, k, v of a group, `[B, S, heads, D]`."""
         whole = None
         for t in self.tiles:
-            extras = self.cos[:, t], self.sin[:, t]
+            extras = tuple(rows[:, t] for rows in self.extras)
             parts = run(self.projections, (x[:, t],), extras, self.plan.compile, self._cut(group))
             if whole is None:
                 whole = [part.new_empty(1, x.shape[1], *part.shape[2:]) for part in parts]

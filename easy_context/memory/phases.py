@@ -32,7 +32,8 @@ _UNKNOWN = "{} is built in a way that a memory plan does not know: leave it out,
 
 
 class Projections(nn.Module):
-    """`project`: x `[1, T, E]`, cos and sin `[1, T, D_rotary]` -> q, k, v `[1, T, heads of the group, D]`."""
+    """`project`: x `[1, T, E]`, cos and sin `[1, T, D_rotary]`, positions `[1, T]` -> q, k, v
+    `[1, T, heads of the group, D]`."""
 
     def __init__(self, layer: nn.Module, groups: int):
         super().__init__()
@@ -43,8 +44,8 @@ class Projections(nn.Module):
         self.heads = attention.config.num_attention_heads // groups
         self.kv_heads = max(1, attention.config.num_key_value_heads // groups)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        given = {"position_embeddings": (cos, sin), "attention_mask": None}
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
+        given = {"position_embeddings": (cos, sin), "position_ids": positions, "attention_mask": None}
         _, qkv = type(self.attention).forward(self.attention, self.norm(x), **given)
         if not isinstance(qkv, tuple):
             raise ValueError(_UNKNOWN.format(type(self.attention).__name__))
@@ -108,7 +109,7 @@ def _given(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=Non
 
 def _first(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     refuse_layer(module, query, key, value, attention_mask, kwargs)
-    module.told.update(kwargs, attention_mask=attention_mask)
+    module.told.update({**kwargs, "position_ids": None}, attention_mask=attention_mask)
     return query.to(value.dtype).transpose(1, 2), None
 
 
@@ -137,9 +138,9 @@ def why_not(layer: nn.Module, groups: int) -> str | None:
     return None
 
 
-def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask) -> tuple[dict, bool]:
+def check_structure(layer: nn.Module, mask, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None):
     """Compare halves and layer on rows x `[1, T, E]` under the layer's mask; returns what the layer tells its
-    attention function, and whether it returns y as the only item of a tuple.
+    attention function, a dictionary, and whether it returns y as the only item of a tuple.
 
     Raises:
         ValueError: a layer that is not what the halves make of it, that asks of attention what cannot be had, or that
@@ -147,12 +148,12 @@ def check_structure(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask)
     """
     attention = twin(layer.self_attn, config=_with(layer.self_attn.config, FIRST, _first), told={})
     whole = twin(layer, gradient_checkpointing=False, self_attn=attention)
-    given = {"position_embeddings": (cos, sin), "attention_mask": mask}
+    given = {"position_embeddings": (cos, sin), "position_ids": positions, "attention_mask": mask}
     with refusing_random_numbers(layer, x.device):
         truth = type(layer).forward(whole, x, **given)
     in_tuple = isinstance(truth, tuple) and len(truth) == 1
     truth = truth[0] if in_tuple else truth
-    q, _, _ = Projections(layer, 1)(x, cos, sin)
+    q, _, _ = Projections(layer, 1)(x, cos, sin, positions)
     made = Finish(layer)(x, q.flatten(2))
     if not isinstance(truth, Tensor) or not (truth - made).norm() <= 1e-2 * (truth - x).norm():
         raise ValueError(_UNKNOWN.format(type(layer).__name__))

@@ -37,7 +37,11 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "starcoder2"])
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"]
+FAMILIES += ["starcoder2", "arcee", "apertus", "jais2", "nanochat"]  # MLPs without a gate
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_the_models(family):
     model = tiny_model(family, sliding_window=None) if family != "llama" else tiny_model()
     shape = ModelShape.of(model)
@@ -83,6 +87,7 @@ def test_configuration_files(tmp_path):
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixtral is a mixture of experts"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
     ],
 )
 def test_what_is_not_modelled_is_refused(changes, named):

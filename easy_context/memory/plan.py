@@ -16,9 +16,10 @@ class LayerPlan:
     """One decoder layer.
 
     Attributes:
-        keep: "everything": what autograd saves; nothing is computed again. "attention": the layer's input, the
-            attention output and its log-sum-exp; projections, norms and MLP are computed again, attention is not
-            (DistFlashAttn's checkpoint, https://arxiv.org/abs/2310.03294). "input": that alone; all is computed again.
+        keep: "everything": what autograd saves, of which `fused.py` leaves out what elementwise work brings back.
+            "attention": the layer's input, the attention output and its log-sum-exp; projections, norms and MLP are
+            computed again, attention is not (DistFlashAttn's checkpoint, https://arxiv.org/abs/2310.03294). "input":
+            that alone; all is computed again.
         tier: where it waits for the backward: "gpu", "host" (pinned memory) or "disk".
     """
 

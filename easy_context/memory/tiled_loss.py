@@ -152,8 +152,8 @@ def _module_tiles(forward, hidden, targets, transform, rows) -> Tensor:
             logits = transform(logits)
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
 
-    tiles = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return torch.cat([checkpoint(tile_nll, h, t, use_reentrant=False) for h, t in tiles])
+    pairs = zip(hidden.split(rows), targets.split(rows), strict=True)
+    return torch.cat([checkpoint(tile_nll, *pair, use_reentrant=False) for pair in pairs])
 
 
 def _linear_tiles(hidden, weight, bias, targets, transform, rows, wants=(False, False, False)):
@@ -250,8 +250,8 @@ class _LogitsNll(torch.autograd.Function):
     def forward(ctx, logits, targets, rows):
         ctx.save_for_backward(logits, targets)
         ctx.rows = rows
-        tiles = zip(logits.split(rows), targets.split(rows), strict=True)
-        return torch.cat([_tile_nll(tile, target, None, False)[0] for tile, target in tiles]).sum()
+        pairs = zip(logits.split(rows), targets.split(rows), strict=True)
+        return torch.cat([_tile_nll(*pair, None, False)[0] for pair in pairs]).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

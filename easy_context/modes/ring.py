@@ -19,7 +19,7 @@ whatever came. On average that is 3/4 of a ring's keys and values, and in bf16 3
 batches (8 ranks: three each way), with 3 kernel calls besides the own block's, not 7 (4, where keys of earlier and of
 later ranks meet in a step). The first batch hides behind the own block alone, the last shares behind nothing.
 
-Where documents or windows leave some ranks more than 1.05 times the mean work, shards are fetched, too, and ranks with
+Where documents or windows leave some ranks more than 1.1 times the mean work, shards are fetched, too, and ranks with
 little to do help: they compute rows of others against keys of their own (`balance.py`). A row that is helped sends q
 there and out back, and keys that only it sees stay where they are.
 

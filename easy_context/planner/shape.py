@@ -12,11 +12,19 @@ from pathlib import Path
 from .known_models import KNOWN_MODELS
 
 # Families whose MLP has two matrices instead of three.
-_UNGATED = {"gpt_neox", "gptj", "gpt2", "opt", "phi", "starcoder2", "falcon", "nemotron"}
+_UNGATED = {"gpt_neox", "gptj", "gpt2", "opt", "phi", "starcoder2", "falcon", "nemotron", "persimmon"}
+_UNGATED |= {"arcee", "apertus", "jais2", "nanochat"}
 # Families whose heads a memory plan cannot group: q, k and v in one projection, or norms over all heads.
 _ONE_HEAD_GROUP = {"phi3", "olmo2", "olmo3"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts")
-_OTHER_LAYERS = ("kv_lora_rank", "ssm_state_size", "mamba_d_state", "attn_layer_period", "state_size")
+_OTHER_LAYERS = (
+    "kv_lora_rank",
+    "ssm_state_size",
+    "mamba_d_state",
+    "attn_layer_period",
+    "state_size",
+    "hidden_size_per_layer_input",
+)
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,15 @@ def test_lora_and_frozen_weights():
     assert compared(model, MemoryPlan.uniform(2, head_groups=2, tile_size=10)) < 1e-12
 
 
+def test_adapters_whose_weights_are_not_rows_of_heads_are_not_grouped():
+    from peft import VeraConfig, get_peft_model
+
+    model = get_peft_model(tiny_model(), VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")).double()
+    assert compared(model, MemoryPlan.uniform(2, tile_size=10)) < 1e-12
+    with pytest.raises(ValueError, match="vera_lambda_d.* does not have a row for each of 64 outputs: head_groups=1"):
+        apply_memory_plan(model, MemoryPlan.uniform(2, head_groups=2))
+
+
 def test_packed_documents():
     ids, _, targets = batch()
     positions = torch.cat([torch.arange(11), torch.arange(LENGTH - 11)])[None].expand(2, -1)

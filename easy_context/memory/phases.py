@@ -130,6 +130,11 @@ def why_not(layer: nn.Module, groups: int) -> str | None:
         return f"head_groups={groups} does not divide {heads} query heads over {kv_heads} KV heads"
     if fused:
         return f"{type(attention).__name__} projects q, k and v in one piece: head_groups=1"
+    rows = dict(zip(PROJECTIONS, (heads, kv_heads, kv_heads), strict=True))
+    for name, weight in attention.named_parameters():
+        whole = rows.get(name.partition(".")[0], 0) * attention.head_dim
+        if whole and ".lora_A." not in name and getattr(weight, "ds_shape", weight.shape)[0] != whole:
+            return f"{type(attention).__name__}'s {name} does not have a row for each of {whole} outputs: head_groups=1"
     norms = [getattr(attention, name, None) for name in _HEADWISE]
     weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
     sizes = {getattr(weight, "ds_numel", weight.numel()) for weight in weights}  # ZeRO-3 leaves none in place

@@ -91,7 +91,7 @@ class Plan:
         gpu, host = sum(self.memory.gpu.values()), sum(self.memory.host.values())
         return (
             f"{self.mode} on {self.setting.gpus // self.setting.sp_size} x {self.setting.sp_size} GPUs, "
-            f"{self.memory_plan}: {gpu / 2**30:.1f} GiB a GPU, {host / 2**30:.0f} GiB a host, "
+            f"{self.memory_plan}: {gpu / GIB:.1f} GiB a GPU, {host / GIB:.0f} GiB a host, "
             f"{self.time.total:.1f} s a step, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}"
         )
 

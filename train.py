@@ -27,6 +27,7 @@ from easy_context.data import check_ids, collate, micro_batches
 from easy_context.dataset import load_tokenized
 from easy_context.engine import load_in_turns, make_accelerator
 from easy_context.loss import CausalLMWithLoss, global_num_items
+from easy_context.memory.zero_host import exact_pinning, hold_once
 from easy_context.mesh import current_mesh
 from easy_context.metrics import Reporter, flops_per_token
 from easy_context.planner import settle
@@ -166,12 +167,14 @@ def main() -> None:
     loader = ec.prepare_dataloader(args.parallel_mode, loader, accelerator)
     held_out = held_out and ec.prepare_dataloader(args.parallel_mode, DataLoader(held_out, **options), accelerator)
 
-    model = build_model(args, config, memory_plan, deepspeed=accelerator.state.deepspeed_plugin is not None)
-    flops = flops_per_token(model, args.seq_length)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    betas = (0.9, args.adam_beta2)
-    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with exact_pinning(accelerator.device):
+        model = build_model(args, config, memory_plan, deepspeed=accelerator.state.deepspeed_plugin is not None)
+        flops = flops_per_token(model, args.seq_length)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        betas = (0.9, args.adam_beta2)
+        optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    hold_once(model, states=args.resume is None)
 
     # what a resumed run must share with the one before, so that data and state go on where they were
     flags = ("seq_length", "batch_size", "gradient_accumulate_every", "seed", "lora")

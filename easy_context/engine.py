@@ -88,6 +88,7 @@ def make_accelerator(settings: StepSettings, *, seed: int, tracker: str | None, 
         config.update(settings.deepspeed())
         if config["zero_optimization"]["stage"] == 3:
             config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+            config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")  # or bf16: sums round each time
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

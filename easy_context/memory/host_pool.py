@@ -22,8 +22,8 @@ GIB = 2**30
 
 
 class HostMemory:
-    """`size` bytes, page-locked where the device is a GPU. The mapping is a shared one: a forked data loader must not
-    make pages under a running copy copy-on-write.
+    """`size` bytes, page-locked where the device is a GPU, until the last tensor on them is gone. The mapping is a
+    shared one: a forked data loader must not make pages under a running copy copy-on-write.
 
     Raises:
         MemoryError: the system does not give it.
@@ -32,13 +32,16 @@ class HostMemory:
     def __init__(self, size: int, device: torch.device):
         self.size = size
         try:
-            self.bytes = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            mapping = mmap.mmap(-1, size)
+            view = memoryview(mapping)  # what the storage of `bytes` refers to: it goes when that goes
+            self.bytes = torch.frombuffer(view, dtype=torch.uint8)
             if device.type == "cuda":
                 page_lock(self.bytes)
         except (OSError, RuntimeError) as error:  # of mmap, of cudaHostRegister
             raise MemoryError(_shortage(size, psutil.virtual_memory().available)) from error
         if device.type == "cuda":
-            weakref.finalize(self, page_unlock, self.bytes, device).atexit = False
+            locked = torch.frombuffer(mapping, dtype=torch.uint8)
+            weakref.finalize(view, page_unlock, locked, device).atexit = False
 
 
 def page_lock(memory: Tensor) -> None:

@@ -7,5 +7,5 @@ and the marks that DeepSpeed needs (`leaf`).
 Tiers: `tiers` moves what is kept between GPU, `host_pool` and `disk` (whose slots are a `pool`'s), as `compress` turns
 rows into bytes, on the copy streams of `lanes`.
 
-Without a plan: `tiled_loss` (logits) and `offload` (gradient checkpoints).
+Without a plan: `tiled_loss` (logits), `offload` (gradient checkpoints) and `zero_host` (DeepSpeed's host memory).
 """

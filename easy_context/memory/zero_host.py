@@ -1,15 +1,17 @@
 """Host memory of DeepSpeed ZeRO-3 with the optimizer offloaded: 18 bytes a trained parameter, all there before a step.
 
-Left alone, DeepSpeed (0.18 to 0.19, `runtime/zero/stage3.py`) takes 22, and what page-locking rounds up. By bytes:
+Left alone, DeepSpeed (0.18 to 0.19, `runtime/zero/stage3.py`) takes 22 where gradients are summed in float32, and what
+page-locking rounds up. By bytes:
 
     2   the weights' shares in bf16, page-locked; two more while they are loaded, which torch's allocator keeps
-    4   sums of gradients over micro-steps (`grad_partitions_flat_buffer`), page-locked
+    4   sums of gradients over micro-steps (`grad_partitions_flat_buffer`), page-locked; 2 for a bf16 model whose JSON
+        does not say "data_types": {"grad_accum_dtype": "fp32"}, as train.py makes it say: such sums round every time
     4   the gradients that the optimizer reads (`.grad` of each master), page-locked: at the last micro-step a copy
     4   masters (`fp32_partitioned_groups_flat`)
     8   Adam's two states, which it makes in the first step: too late to learn that they do not fit
 
-Here memory is page-locked in exactly its size (`exact_pinning`); the masters' gradients are views of the sums, so that
-the copy is one onto itself; and Adam's states are there from the start (`hold_once`).
+Here memory is page-locked in exactly its size (`exact_pinning`); the masters' gradients are views of float32 sums, so
+that the copy is one onto itself; and Adam's states are there from the start (`hold_once`).
 
 What changes: between micro-steps `safe_get_full_grad` gives the sum so far, not the step before. Norms, clipping and
 checks for overflow read and scale at the same points of the step as before. `offload_states` of gradients puts the
@@ -56,9 +58,7 @@ def exact_pinning(device: torch.device) -> Iterator[None]:
             memory = HostMemory(tensor.nbytes, device).bytes
         except MemoryError as error:
             raise MemoryError(_shortage("a buffer of weights or gradients", tensor.nbytes)) from error
-        return (
-            memory.view(tensor.dtype).view(tensor.shape).copy_(tensor).data
-        )  # .data: no view, which would hold its base
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor).data  # a view would hold its base for ever
 
     accelerator.pin_memory = pin
     try:

@@ -481,6 +481,7 @@ def _engine_step(engine, rank, world):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow  # in short: the run of train.py with head groups in test_train.py
 def test_head_groups_under_zero3(tmp_path):
     """Qwen3 norms queries and keys: small weights that all groups share, beside others of which each has its rows."""
     pytest.importorskip("deepspeed")

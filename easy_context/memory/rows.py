@@ -12,7 +12,7 @@ ALST's TiledMLP, https://arxiv.org/abs/2506.13996.
 
 import functools
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +54,9 @@ class TiledRows:
     @torch.compiler.disable
     def __call__(self, x: Tensor) -> Tensor:
         refuse_dropout(self.module)
-        if (training := self.module.training) in self.checked:
-            return _Tiled.apply(self, x, *trainable(self.module))
-        with refusing_random_numbers(self.module, x.device):
+        training = self.module.training
+        watched = nullcontext() if training in self.checked else refusing_random_numbers(self.module, x.device)
+        with watched:
             y = _Tiled.apply(self, x, *trainable(self.module))
         self.checked.add(training)
         return y

@@ -27,7 +27,7 @@ from easy_context.data import check_ids, collate, micro_batches
 from easy_context.dataset import load_tokenized
 from easy_context.engine import load_in_turns, make_accelerator
 from easy_context.loss import CausalLMWithLoss, global_num_items
-from easy_context.memory.zero_host import exact_pinning, hold_once
+from easy_context.memory.zero_host import exact_pinning, hold_once, let_go
 from easy_context.mesh import current_mesh
 from easy_context.metrics import Reporter, flops_per_token
 from easy_context.planner import settle
@@ -174,7 +174,7 @@ def main() -> None:
         betas = (0.9, args.adam_beta2)
         optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay)
         model, optimizer = accelerator.prepare(model, optimizer)
-    hold_once(model, states=args.resume is None)
+    hold_once(model, states=args.resume is None, host_memory=args.host_memory)
 
     # what a resumed run must share with the one before, so that data and state go on where they were
     flags = ("seq_length", "batch_size", "gradient_accumulate_every", "seed", "lora")
@@ -204,6 +204,7 @@ def main() -> None:
         if args.checkpointing_steps and done % args.checkpointing_steps == 0:
             save_checkpoint(accelerator, checkpoints, done, same)
     report.close()
+    let_go(model)
     save_model(accelerator, model, config, tokenizer, args.output_dir, DTYPES[args.dtype])
     accelerator.print(f"saved the model to {args.output_dir}")
     accelerator.end_training()

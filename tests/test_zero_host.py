@@ -10,7 +10,7 @@ import torch
 from harness import free_port, tiny_model
 
 from easy_context.memory import host_pool, zero_host
-from easy_context.memory.zero_host import exact_pinning, hold_once
+from easy_context.memory.zero_host import exact_pinning, hold_once, let_go
 
 WORLD, STEPS, MICRO_STEPS = 2, 4, 2
 CUDA = torch.device("cuda", 0)
@@ -62,7 +62,20 @@ def test_a_checkpoint_is_loaded_over_the_states(trained):
 
 def test_states_that_do_not_fit_are_refused_by_all_before_the_step(trained):
     for rank in trained:
-        assert "ZeRO-3 offload: Adam's states needs 0.00 GiB of host memory, 0.00 GiB available" in rank["shortage"]
+        assert "0.00 GiB of host memory needed for Adam's states, 0.00 GiB there" in rank["shortage"]
+
+
+def test_a_host_that_shows_less_than_it_may_use_is_believed_the_figure_given(trained):
+    for rank in trained:
+        assert rank["told"] == 8 * rank["once"]["share"]
+
+
+def test_what_only_training_needs_can_go_before_the_model_is_saved(trained):
+    for rank in trained:
+        before, after = rank["let go"]["before"], rank["let go"]["after"]
+        assert rank["let go"]["bytes"] == 2 * rank["once"]["share"]
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    assert trained[0]["let go"]["before"]  # rank 0 gathers the model
 
 
 def test_offloaded_sums_come_back_and_are_copied_again(trained):
@@ -82,10 +95,17 @@ def _train(rank: int, port: int, path) -> None:
     found["moved"] = _run(rank, once=True, move=True)
     engine = _engine()
     if rank == 1:
-        zero_host.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1000))
+        zero_host.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1000, total=5000))
     with pytest.raises(MemoryError) as error:
         hold_once(engine)
-    torch.save({**found, "shortage": str(error.value)}, path / f"rank{rank}")
+    found["shortage"] = str(error.value)
+    hold_once(engine, host_memory=2**40)
+    states = engine.optimizer.optimizer.state
+    found["told"] = sum(t.nbytes for state in states.values() for t in (state["exp_avg"], state["exp_avg_sq"]))
+    before = _model(engine)
+    let_go(engine)
+    after, left = _model(engine), _bytes(engine.optimizer)
+    torch.save({**found, "let go": {"before": before, "after": after, "bytes": left}}, path / f"rank{rank}")
 
 
 def _engine():
@@ -102,6 +122,11 @@ def _engine():
     model = tiny_model(dtype=torch.bfloat16)
     optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def _model(engine) -> dict[str, torch.Tensor]:
+    """What `accelerator.get_state_dict` gives."""
+    return engine._zero3_consolidated_16bit_state_dict() or {}
 
 
 def _run(rank: int, once=False, save=None, load=None, move=False) -> dict:

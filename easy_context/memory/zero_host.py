@@ -67,7 +67,7 @@ def exact_pinning(device: torch.device) -> Iterator[None]:
         del accelerator.pin_memory  # the class's own again
 
 
-def hold_once(engine, states: bool = True) -> None:
+def hold_once(engine, states: bool = True, host_memory: float | None = None) -> None:
     """Hold the gradients of a model that DeepSpeed ZeRO-3 has prepared once, and Adam's states from now on.
 
     Every rank calls it, after `accelerator.prepare` (or `deepspeed.initialize`) and before the first step. Nothing
@@ -76,6 +76,7 @@ def hold_once(engine, states: bool = True) -> None:
     Args:
         engine: the prepared model.
         states: False where a checkpoint is loaded next, which brings them.
+        host_memory: bytes that may be in use on a host, for one that shows less at first than it may use.
 
     Raises:
         MemoryError: on every rank, where the states do not fit in what a host has available.
@@ -96,7 +97,22 @@ def hold_once(engine, states: bool = True) -> None:
         master.grad = optimizer.grad_partitions_flat_buffer.narrow(0, start, master.numel())
         start += master.numel()
     if states:
-        _make_states(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
+        _make_states(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, host_memory)
+
+
+def let_go(engine) -> None:
+    """Free masters, gradients and Adam's states, 16 of the 18 bytes, so that a host that was full in training has room
+    to gather the model to be saved. Every rank calls it; the engine can neither train nor write a checkpoint after it.
+    Nothing without ZeRO-3 and `offload_optimizer`.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    if not getattr(optimizer, "offload_optimizer", False) or _why_not(optimizer) is not None:
+        return
+    getattr(optimizer, PARTITIONS).clear()
+    optimizer.grad_partitions_flat_buffer = None
+    optimizer.optimizer.state.clear()
+    for master in optimizer.fp32_partitioned_groups_flat:
+        master.data, master.grad = master.new_empty(0), None
 
 
 def _why_not(optimizer) -> str | None:
@@ -126,23 +142,25 @@ def _why_not(optimizer) -> str | None:
     return None
 
 
-def _make_states(adam: torch.optim.Optimizer, masters: list[torch.Tensor]) -> None:
+def _make_states(adam: torch.optim.Optimizer, masters: list[torch.Tensor], host_memory: float | None) -> None:
     """As the first step of DeepSpeedCPUAdam would (`ops/adam/cpu_adam.py`)."""
     if type(adam).__name__ != "DeepSpeedCPUAdam":
         logger.warning("states of %s come in the first step: their host memory is not checked", type(adam).__name__)
         return
     without = [master for master in masters if not adam.state[master]]
     dtypes = [torch.float32 if adam.fp32_optimizer_states else master.dtype for master in without]
-    _require(sum(2 * master.numel() * dtype.itemsize for master, dtype in zip(without, dtypes, strict=True)))
+    size = sum(2 * master.numel() * dtype.itemsize for master, dtype in zip(without, dtypes, strict=True))
+    _require(size, host_memory)
     for master, dtype in zip(without, dtypes, strict=True):
         zeros = {name: torch.zeros_like(master.data, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[master].update(step=0, **zeros)
 
 
-def _require(size: int) -> None:
+def _require(size: int, host_memory: float | None) -> None:
     """All ranks learn what each host has before any takes of it."""
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (socket.gethostname(), size, psutil.virtual_memory().available))
+    memory, ranks = psutil.virtual_memory(), [None] * dist.get_world_size()
+    available = max(memory.available, (host_memory or 0) - (memory.total - memory.available))
+    dist.all_gather_object(ranks, (socket.gethostname(), size, available))
     for host in sorted({name for name, _, _ in ranks}):
         needed = sum(size for name, size, _ in ranks if name == host)
         available = min(available for name, _, available in ranks if name == host)
@@ -150,9 +168,10 @@ def _require(size: int) -> None:
             raise MemoryError(_shortage("Adam's states", needed, available))
 
 
-def _shortage(what: str, needed: int, available: int | None = None) -> str:
+def _shortage(what: str, needed: int, available: float | None = None) -> str:
     available = psutil.virtual_memory().available if available is None else available
     return (
-        f"ZeRO-3 offload: {what} needs {needed / GIB:.2f} GiB of host memory, {available / GIB:.2f} GiB available; "
-        "weights and optimizer take 18 bytes a trained parameter of all nodes together: use more nodes, or LoRA"
+        f"ZeRO-3 offload: {needed / GIB:.2f} GiB of host memory needed for {what}, {available / GIB:.2f} GiB there; "
+        "weights and optimizer take 18 bytes a trained parameter of all nodes together: use more nodes, or LoRA, or, "
+        "where the machine shows less memory than it may use, say how much that is (host_memory=..., --host-memory)"
     )

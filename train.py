@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import easy_context as ec
-from easy_context.checkpoint import claim_output_dir, find_checkpoint, save_checkpoint, save_model
+from easy_context.checkpoint import claim_output_dir, find_checkpoint, load_checkpoint, save_checkpoint, save_model
 from easy_context.data import check_ids, collate, micro_batches
 from easy_context.dataset import load_tokenized
 from easy_context.engine import load_in_turns, make_accelerator
@@ -174,7 +174,7 @@ def main() -> None:
         betas = (0.9, args.adam_beta2)
         optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay)
         model, optimizer = accelerator.prepare(model, optimizer)
-    hold_once(model, states=args.resume is None, host_memory=args.host_memory)
+    hold_once(model, host_memory=args.host_memory)
 
     # what a resumed run must share with the one before, so that data and state go on where they were
     flags = ("seq_length", "batch_size", "gradient_accumulate_every", "seed", "lora")
@@ -183,7 +183,7 @@ def main() -> None:
     checkpoints, start = args.output_dir / "checkpoints", 0
     if args.resume is not None:
         found, start = find_checkpoint(args.resume, checkpoints, accelerator, same)
-        accelerator.load_state(str(found))
+        load_checkpoint(accelerator, found)
         accelerator.print(f"resumed from {found}, step {start} of {args.max_train_steps}")
     if tracker:
         accelerator.init_trackers(args.wandb or "easy_context", config={k: str(v) for k, v in vars(args).items()})

@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch.utils.serialization import config as serialization
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,17 @@ def _look(asked: str, directory, accelerator, settings: dict) -> tuple[tuple[Pat
     if changed:
         return None, f"{checkpoint} is of a run with other settings ({'; '.join(changed)})"
     return (checkpoint, manifest["step"]), None
+
+
+def load_checkpoint(accelerator, checkpoint: str | Path) -> None:
+    """Load weights, optimizer and random states; every rank calls it, after `accelerator.prepare`.
+
+    Files are mapped, not read: what is copied out of them stays in the system's cache, which it can take back, and
+    Adam's states become the process's own memory page by page as the first step writes them. So a host that was full
+    in training suffices to resume it. The files may be deleted or replaced, but not written over, until then.
+    """
+    with serialization.patch("load.mmap", True):
+        accelerator.load_state(str(checkpoint))
 
 
 def save_model(accelerator, model, config, tokenizer, directory: str | Path, dtype: torch.dtype) -> None:

@@ -1,6 +1,8 @@
 """A checkpoint is whole or does not count, and what is resumed from fits the run that resumes."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from easy_context.checkpoint import (
     claim_output_dir,
     find_checkpoint,
+    load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
     why_incomplete,
@@ -92,6 +95,32 @@ def test_a_checkpoint_of_another_run_is_refused(saved, accelerator):
         find_checkpoint("", saved, accelerator, SETTINGS)
     with pytest.raises(ValueError, match="no complete checkpoint: leave --resume out"):
         find_checkpoint("", saved / "nowhere", accelerator, SETTINGS)
+
+
+def test_a_checkpoint_is_mapped_and_outlives_its_files(accelerator, tmp_path):
+    [model], [optimizer] = accelerator._models, accelerator._optimizers
+    x = torch.ones(2, 4)
+
+    def step() -> dict:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def mapped() -> bool:
+        return "step_1/optimizer.bin" in Path("/proc/self/maps").read_text()
+
+    step()
+    saved = save_checkpoint(accelerator, tmp_path, 1, SETTINGS)
+    truth = [step(), step()]
+    assert not mapped()
+    load_checkpoint(accelerator, saved)
+    assert mapped()
+    shutil.rmtree(saved)
+    again = [step(), step()]
+    for new, old in zip(again, truth, strict=True):
+        assert all(torch.equal(new[name], old[name]) for name in old)
+    assert not torch.utils.serialization.config.load.mmap
 
 
 def test_a_used_output_directory_is_kept(saved, accelerator):

@@ -14,9 +14,8 @@ small. Gradients of weights are summed over tiles and groups in float32. Hooks o
 inside it run for every tile, group and recomputation, without gradients.
 
 Communication is that of the mode, group by group: the same bytes in more messages; Ulysses exchanges q, k, v and the
-attention output once more in the backward. Tiles depend on shapes only, so all ranks of a sequence-parallel group
-make equally many calls. Under DeepSpeed ZeRO-3 a planned layer is a leaf module: its weights are gathered once for
-the forward and once for the backward.
+attention output once more in the backward. Tiles depend on shapes only: all ranks of a group make equally many calls.
+Under DeepSpeed ZeRO-3 a planned layer is a leaf module: its weights are gathered once forward and once backward.
 
 After the attention-output checkpoints of DistFlashAttn (https://arxiv.org/abs/2310.03294), tiled computation of ALST
 (https://arxiv.org/abs/2506.13996) and head groups of Untied Ulysses (UPipe).
@@ -158,6 +157,7 @@ class _Call:
         self.planned, self.plan, self.keep = planned, planned.plan, planned.how.keep
         self.batch, self.length, _ = x.shape
         self.tiles = tiles(self.batch * self.length, self.plan.tile_size)
+        self.wide_tiles = tiles(self.batch * self.length, self.plan.projection_rows)
         self.around = autocast_of(x.device)
         extras = *kwargs["position_embeddings"], kwargs.get("position_ids")  # cos, sin, positions
         self.extras = tuple(self._rows(t.expand(self.batch, *t.shape[1:])) for t in extras if t is not None)
@@ -235,7 +235,7 @@ class _Call:
             del residuals
             by_qkv = [self._rows(t) for t in by_qkv]
             cut = self._cut(group)
-            for t in self.tiles:
+            for t in self.wide_tiles:
                 extras = tuple(rows[:, t] for rows in self.extras)
                 gradient = tuple(part[:, t] for part in by_qkv)
                 (by_x,), found = pull_back(self.projections, (x[:, t],), extras, gradient, self.plan.compile, cut)
@@ -262,7 +262,7 @@ class _Call:
     def _project(self, x: Tensor, group: int) -> list[Tensor]:
         """q, k, v of a group, `[B, S, heads, D]`."""
         whole = None
-        for t in self.tiles:
+        for t in self.wide_tiles:
             extras = tuple(rows[:, t] for rows in self.extras)
             parts = run(self.projections, (x[:, t],), extras, self.plan.compile, self._cut(group))
             if whole is None:

@@ -41,7 +41,7 @@ class MemoryPlan:
         layers: one `LayerPlan` per decoder layer.
         head_groups: attention computes this many groups of heads one after the other; its queries, keys, values and
             their gradients take that many times less memory.
-        tile_size: rows (tokens times batch) that norms, projections and MLP compute at a time.
+        tile_size: rows (tokens times batch) that norms and MLP compute at a time.
         prefetch: kept tensors come back one layer ahead, at the price of their memory; without, they come tile by
             tile while the layer that needs them is at work, and only its first tile waits.
         compress: "int8" keeps inputs and attention outputs in 8 bits with a scale per block; not exact.
@@ -72,6 +72,12 @@ class MemoryPlan:
     def uniform(cls, num_layers: int, keep: str = "attention", tier: str = "host", **settings) -> "MemoryPlan":
         """The same for every layer; `settings` are the other attributes."""
         return cls((LayerPlan(keep, tier),) * num_layers, **settings)
+
+    @property
+    def projection_rows(self) -> int:
+        """Rows that the input norm and a group's projections compute at a time: more than `tile_size` where that is
+        small, for they have no MLP's width to hold, and a product of 4096 rows and one head leaves a GPU half idle."""
+        return max(self.tile_size, min(4 * self.tile_size, 16384))
 
     def with_layers(self, layers: Sequence[LayerPlan]) -> "MemoryPlan":
         return replace(self, layers=tuple(layers))

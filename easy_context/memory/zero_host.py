@@ -67,15 +67,15 @@ def exact_pinning(device: torch.device) -> Iterator[None]:
         del accelerator.pin_memory  # the class's own again
 
 
-def hold_once(engine, states: bool = True, host_memory: float | None = None) -> None:
+def hold_once(engine, host_memory: float | None = None) -> None:
     """Hold the gradients of a model that DeepSpeed ZeRO-3 has prepared once, and Adam's states from now on.
 
-    Every rank calls it, after `accelerator.prepare` (or `deepspeed.initialize`) and before the first step. Nothing
-    without ZeRO-3 and `offload_optimizer`; what this cannot change is left as DeepSpeed made it, and logged.
+    Every rank calls it, after `accelerator.prepare` (or `deepspeed.initialize`), before the first step and before a
+    checkpoint is loaded. Nothing without ZeRO-3 and `offload_optimizer`; what this cannot change is left as DeepSpeed
+    made it, and logged.
 
     Args:
         engine: the prepared model.
-        states: False where a checkpoint is loaded next, which brings them.
         host_memory: bytes that may be in use on a host, for one that shows less at first than it may use.
 
     Raises:
@@ -96,8 +96,7 @@ def hold_once(engine, states: bool = True, host_memory: float | None = None) -> 
     for master in optimizer.fp32_partitioned_groups_flat:
         master.grad = optimizer.grad_partitions_flat_buffer.narrow(0, start, master.numel())
         start += master.numel()
-    if states:
-        _make_states(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, host_memory)
+    _make_states(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, host_memory)
 
 
 def let_go(engine) -> None:

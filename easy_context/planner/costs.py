@@ -22,6 +22,10 @@ class Costs:
     forward_passes: tuple[float, float] = (10, 3)
     backward_passes: tuple[float, float] = (24, 11)  # with what is computed again
     norm_passes: float = 2  # E; of the input norm, which each further group of heads computes anew
+    # Seconds that a tile of a group's projections takes beyond its share of all that: small products, short kernels.
+    # From what 32 groups and tiles of 4096 rows cost a Llama-2-7B at 497,664 tokens, forward and backward apart.
+    forward_call: float = 75e-6
+    backward_call: float = 510e-6
     uncompiled: float = 2.5  # times as much where every operation is a kernel of its own
     accumulate_bytes: float = 12  # per weight and tile: read a sum in float32, read what is added, write
     loss_bytes: float = 20  # per logit: the row's products, softmax and gradient
@@ -33,6 +37,7 @@ class Costs:
     forward_tile: tuple[float, float] = (4, 3.5)  # (E, M) of the tile at work
     # M: gate, up, their product and the gradients of all three.
     backward_tile: tuple[float, float] = (6, 6)
+    projection_tile: float = 6  # E, backward: the tile and its norm, their gradients
     loss_tiles: float = 2  # tiles of bf16 logits: the logits and their gradient
     attention_workspace: float = 4  # bytes per element of q: the kernel's float32 sum of dq
     # What autograd saves of a layer that keeps everything: (E, M, q + k + v + attention output). Compiled: what both
@@ -47,7 +52,10 @@ class Costs:
     fragmentation: float = 0.03  # of a GPU's memory, with expandable segments
 
     # --- host memory ------------------------------------------------------------------------------------------------
-    process: float = 3 * GIB  # a rank's interpreter, libraries, CUDA
+    # Of a rank: interpreter, libraries, CUDA, compilers, what DeepSpeed holds beside 18 bytes a parameter; 4.0 GiB
+    # beside a Llama of 1.2B parameters, 4.8 beside one of 6.7B, one rank each.
+    process: float = 4.5 * GIB
+    system: float = 2 * GIB  # of a host: what its kernel and the files in use need beside all this
 
 
 # The executor as it is.

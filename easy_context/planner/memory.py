@@ -1,15 +1,16 @@
 """Bytes of a step by item and tier: of a GPU over the course of the step, of a host and of its disk.
 
 A step is a row of phases: each layer forward (attention, then the rest tile by tile), the loss, each layer backward
-(the rest, then attention). A phase has its items; the peak is the phase with the largest sum. What a layer keeps for
-its backward stands in `kept` from its forward on. With N rows (local tokens times batch), 2 bytes an element:
+(the rest, then attention, then its projections; with head groups the last two in turn). A phase has its items; the peak
+is the phase with the largest sum. What a layer keeps for its backward stands in `kept` from its forward on. With N rows
+(local tokens times batch), 2 bytes an element:
 
     kept            N E (input), N (E + H D) + 4 N H (attention), or what autograd saves (everything)
     hidden states   forward x, a, y; backward x, a (come back from their tier) and the gradients dy, da
     attention       a group's q, k, v; backward those, copies of a and da, dq, dk, dv, and the kernel's float32 sums
     exchange        what a ring receives while it computes, and its float32 sums, or of joined steps (`modes/tasks.py`)
                     keys and values of two and gradients of two; a second copy in the all-to-all
-    tiles           of the MLP: 6 T M backward; of the loss
+    tiles           of the MLP: 6 T M backward; of the projections; of the loss
     layer gradients the layer's weights' in float32 while its tiles are at work
 """
 
@@ -28,7 +29,7 @@ INT8 = 0.52  # bytes of an element and its share of a scale, against bf16
 
 @dataclass(frozen=True)
 class Phase:
-    """`part`: forward or backward of `attention` or `rows` of one `layer`, or the loss (layer None)."""
+    """`part`: forward or backward of `attention`, `projections` or `rows` of one `layer`, or the loss (layer None)."""
 
     part: str
     layer: int | None
@@ -134,6 +135,9 @@ def _backward(setting: Setting, layer: LayerPlan) -> Iterator[tuple[str, dict[st
     yield "backward rows", {**hidden, "tiles": tile, "layer gradients": sums}
     sums = 4 * s.layer_weights if trained else 0
     yield "backward attention", {**hidden, **_attention(setting, layer, backward=True), "layer gradients": sums}
+    by_qkv = n * (s.attention_size + 2 * s.kv_heads * s.head_size) / setting.plan.head_groups * BF16
+    tile = setting.projection_tile * BF16 * c.projection_tile * s.hidden
+    yield "backward projections", {**hidden, "attention": by_qkv, "tiles": tile, "layer gradients": sums}
 
 
 def _loss(setting: Setting) -> dict[str, float]:
@@ -186,10 +190,10 @@ def _way_back(setting: Setting, always: dict, kept: list[float], layers: Iterabl
 
 
 def host_items(setting: Setting) -> dict[str, float]:
-    """Of a node: its ranks' processes, their shares of the states, and what their layers keep."""
+    """Of a node: its system and its ranks' processes, their shares of the states, and what their layers keep."""
     ranks = setting.gpus_per_node
     kept = sum(kept_bytes(setting, layer) for layer in setting.plan.layers if layer.tier == "host") * ranks
-    items = {"processes": setting.costs.process * ranks}
+    items = {"system, processes": setting.costs.system + setting.costs.process * ranks}
     if setting.engine == "zero3_offload":
         items["weights"] = BF16 * setting.shape.parameters / setting.nodes
         items["gradients"] = 4 * setting.trainable / setting.nodes

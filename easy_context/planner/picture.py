@@ -9,8 +9,9 @@ from .timing import layer_times
 
 def durations(plan: Plan) -> list[float]:
     """Seconds of each of `plan.phases`, in order; the optimizer's step after them aside."""
-    setting = plan.setting
-    pairs = setting.shape.pairs(setting.seq_length)
+    setting, shape = plan.setting, plan.setting.shape
+    rows_share = shape.finish_weights / shape.layer_weights
+    pairs = shape.pairs(setting.seq_length)
     kinds = list(zip(setting.plan.layers, pairs, strict=True))
     times = {kind: layer_times(setting, *kind) for kind in set(kinds)}
     spent = {}
@@ -18,7 +19,10 @@ def durations(plan: Plan) -> list[float]:
         for way, time in zip(("forward", "backward"), times[kind], strict=True):
             once = times[kind][0].attention
             spent[f"{way} attention", i] = time.attention + time.exchange
-            spent[f"{way} rows", i] = time.linear + time.other + time.host_copies
+            spent[f"{way} rows", i] = rest = time.linear + time.other + time.host_copies
+            if kind[0].keep != "everything" and way == "backward":
+                spent["backward rows", i] = rest * rows_share
+                spent["backward projections", i] = rest * (1 - rows_share)
             if kind[0].keep == "input" and way == "backward":
                 spent["attention again", i] = once
                 spent["backward attention", i] -= once

@@ -47,6 +47,10 @@ class Setting:
         return min(self.plan.tile_size, self.rows)
 
     @property
+    def projection_tile(self) -> int:
+        return min(self.plan.projection_rows, self.rows)
+
+    @property
     def ulysses(self) -> int:
         return self.sp_size // self.ring
 

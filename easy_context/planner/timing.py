@@ -3,7 +3,7 @@
 attention     4 H D FLOPs a causal pair forward, 2.5 times as many backward; once more forward where only a layer's
               input is kept
 linear        2 FLOPs a weight and row forward, 4 backward (2 if frozen), and again what a plan recomputes
-other         elementwise passes through the GPU's memory, sums of weight gradients, merges of ring steps
+other         elementwise passes through the GPU's memory, sums of weight gradients, merges of ring steps, small calls
 exchange      what computing does not hide of the modes' messages and ZeRO-3's weights
 host copies   what computing does not hide of kept tensors on their way, there and back
 optimizer     the update, and gradients on their way to it
@@ -70,6 +70,9 @@ def layer_times(setting: Setting, layer: LayerPlan, pairs: float) -> tuple[Time,
     other_backward = passes(back_e + 2 * regrouped - ordinary * of_e, back_m - ordinary * of_m)
     if not ordinary and setting.lora is None:
         other_backward += n / setting.tile * s.layer_weights * c.accumulate_bytes / hw.bandwidth
+    calls = 0 if ordinary else -(-n // setting.projection_tile) * groups
+    other += calls * c.forward_call
+    other_backward += calls * (c.forward_call + c.backward_call)
     merges = n * s.attention_size * (setting.ring - 1) * c.merge_bytes / hw.bandwidth
     other, other_backward = other + merges, other_backward + merges
 
@@ -78,6 +81,7 @@ def layer_times(setting: Setting, layer: LayerPlan, pairs: float) -> tuple[Time,
     if layer.keep == "input":
         sent_backward += sent
         attention_backward += attention
+        other_backward += calls * c.forward_call
 
     forward = Time(attention, linear, sent, other=other)
     backward = Time(attention_backward, linear_backward, sent_backward, other=other_backward)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import tiny_model
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import easy_context
 from easy_context import train_flags
@@ -49,6 +49,26 @@ def test_parameters_are_the_models(family):
     assert shape.parameters == pytest.approx(real, rel=0.02)  # biases and further norms aside
     assert shape.linear_weights == sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert ModelShape.of(model.config) == replace(shape, name=type(model.config).__name__)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "granite", "glm4", "stablelm", "opt", "gpt2"])
+def test_families_without_an_entry_are_compared_with_their_model(family):
+    """A config.json leaves out what transformers fills in, such as tied embeddings."""
+    config = AutoConfig.for_model(family)
+    shape = ModelShape.from_dict({"model_type": family}, "a file")
+    assert shape == replace(ModelShape.of(config), name="a file")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [("falcon", "beside its embeddings"), ("bloom", "beside its embeddings"), ("hal9000", "no model_type 'hal9000'")],
+)
+def test_families_of_another_arithmetic_are_refused(family, why):
+    with pytest.raises(ValueError, match=f"a file: .*{why}.*: not modelled"):
+        ModelShape.from_dict({"model_type": family}, "a file")
 
 
 def test_flops_are_those_of_the_metrics():

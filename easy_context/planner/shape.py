@@ -2,7 +2,8 @@
 
 Read from whatever there is: a short name (`known_models`), a `config.json` or its directory, a hub name, a
 configuration object, a model. Mixtures of experts and layers other than attention + MLP have another arithmetic and
-are refused by name.
+are refused by name; so is whatever else has other parameters than its sizes make, which transformers is asked for by
+building the model without memory, except for families that are known to follow the rule.
 """
 
 import json
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from .known_models import KNOWN_MODELS
 
+# Whose config.json says all that is needed, and means what is read here (the tests compare them with models).
+_KNOWN = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"}
 # Families whose MLP has two matrices instead of three.
 _UNGATED = {"gpt_neox", "gptj", "gpt2", "opt", "phi", "starcoder2", "falcon", "nemotron", "persimmon"}
 _UNGATED |= {"arcee", "apertus", "jais2", "nanochat"}
@@ -109,13 +112,31 @@ class ModelShape:
         if isinstance(model, (str, Path)):
             return cls.from_dict(*_read(str(model)))
         config = getattr(model, "config", model)
-        return cls.from_dict(config.get_text_config().to_dict(), type(model).__name__)
+        return cls._of_config(config.get_text_config(), type(model).__name__)
 
     @classmethod
     def from_dict(cls, config: dict, name: str) -> "ModelShape":
         """Of the content of a `config.json`."""
         config = {**config, **(config.get("text_config") or {})}
-        family = config.get("model_type", "?")
+        family = config.get("model_type")
+        if family in _KNOWN:
+            return cls._read_off(config, name)
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        if family not in CONFIG_MAPPING:
+            raise ValueError(f"{name}: transformers has no model_type {family!r}: not modelled")
+        return cls._of_config(AutoConfig.for_model(**config), name)  # with what a config.json leaves out
+
+    @classmethod
+    def _of_config(cls, config, name: str) -> "ModelShape":
+        shape = cls._read_off(config.to_dict(), name)
+        if config.model_type not in _KNOWN:
+            _compare(shape, config)
+        return shape
+
+    @classmethod
+    def _read_off(cls, config: dict, name: str) -> "ModelShape":
+        family = config["model_type"]
         if found := next((key for key in _EXPERTS if config.get(key)), None):
             raise ValueError(f"{name}: {family} is a mixture of experts ({found}={config[found]}): only dense models")
         kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
@@ -143,6 +164,23 @@ class ModelShape:
             gated=family not in _UNGATED,
             windows=_windows(config, size("num_hidden_layers", "n_layer")),
             one_head_group=family in _ONE_HEAD_GROUP,
+        )
+
+
+def _compare(shape: ModelShape, config) -> None:
+    """Raises ValueError where the model's layers and head have other parameters than `shape` says."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embeddings = {part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding)}
+    real = sum(weight.numel() for weight in model.parameters() if weight not in embeddings)
+    counted = shape.parameters - shape.head_weights
+    if abs(counted / real - 1) > 0.03:
+        raise ValueError(
+            f"{shape.name}: {config.model_type} has {real:,} parameters beside its embeddings, attention and MLP of "
+            f"its sizes have {counted:,}: not modelled"
         )
 
 

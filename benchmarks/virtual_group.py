@@ -34,6 +34,7 @@ class VirtualGroup(dist.ProcessGroup):
     """One group of a virtual world, seen from the rank that this process plays."""
 
     bytes_sent = 0  # to other ranks, by all groups since `become`
+    supports_coalescing = False  # asked of a group's backend, which it is itself
     _sources: dict = {}
     _streams: dict = {}
 
@@ -48,6 +49,9 @@ class VirtualGroup(dist.ProcessGroup):
         self._name = name
 
     _set_group_name = setGroupName
+
+    def _get_backend(self, device):
+        return self
 
     @property
     def group_name(self):

@@ -62,6 +62,16 @@ def test_families_without_an_entry_are_compared_with_their_model(family):
     assert shape.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.03)
 
 
+def test_the_comparison_takes_no_part_in_zero3():
+    """The first rank plans alone, when DeepSpeed is set up already: a collective would wait for ever."""
+    deepspeed = pytest.importorskip("transformers.integrations.deepspeed")
+    pytest.importorskip("deepspeed")
+    told = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    assert ModelShape.of(AutoConfig.for_model("granite")).layers == 32
+    del told
+
+
 @pytest.mark.parametrize(
     ("family", "why"),
     [("falcon", "beside its embeddings"), ("bloom", "beside its embeddings"), ("hal9000", "no model_type 'hal9000'")],

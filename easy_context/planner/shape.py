@@ -6,6 +6,7 @@ are refused by name; so is whatever else has other parameters than its sizes mak
 building the model without memory, except for families that are known to follow the rule.
 """
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,10 +171,13 @@ class ModelShape:
 def _compare(shape: ModelShape, config) -> None:
     """Raises ValueError where the model's layers and head have other parameters than `shape` says."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise ValueError(f"{shape.name}: no causal language model of {config.model_type}: not modelled")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind(copy.deepcopy(config))  # its `from_config` would share weights out under ZeRO-3
     embeddings = {part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     real = sum(weight.numel() for weight in model.parameters() if weight not in embeddings)
     counted = shape.parameters - shape.head_weights

@@ -52,9 +52,6 @@ class Costs:
     fragmentation: float = 0.03  # of a GPU's memory, with expandable segments
 
     # --- host memory ------------------------------------------------------------------------------------------------
-    # Of a rank: interpreter, libraries, CUDA, compilers, what DeepSpeed holds beside 18 bytes a parameter; 4.0 GiB
-    # beside a Llama of 1.2B parameters, 4.8 beside one of 6.7B, one rank each.
-    process: float = 4.5 * GIB
     system: float = 2 * GIB  # of a host: what its kernel and the files in use need beside all this
 
 

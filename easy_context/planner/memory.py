@@ -193,7 +193,7 @@ def host_items(setting: Setting) -> dict[str, float]:
     """Of a node: its system and its ranks' processes, their shares of the states, and what their layers keep."""
     ranks = setting.gpus_per_node
     kept = sum(kept_bytes(setting, layer) for layer in setting.plan.layers if layer.tier == "host") * ranks
-    items = {"system, processes": setting.costs.system + setting.costs.process * ranks}
+    items = {"system, processes": setting.costs.system + setting.hardware.process * ranks}
     if setting.engine == "zero3_offload":
         items["weights"] = BF16 * setting.shape.parameters / setting.nodes
         items["gradients"] = 4 * setting.trainable / setting.nodes

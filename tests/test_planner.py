@@ -117,6 +117,8 @@ def test_configuration_files(tmp_path):
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixtral is a mixture of experts"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"hidden_size": "64"}, "hidden_size"),
         ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
     ],
 )
@@ -405,7 +407,14 @@ def test_the_impossible_names_what_runs_out_and_what_would_do(model, asked, name
         ({"engine": "zero9"}, "zero9"),
         ({"gpus": 3, "nodes": 2}, "--nodes"),
         ({"mode": "mega_attn", "gpus": 2}, "mega_attn"),
+        ({"mode": "mega_attn"}, "mega_attn"),
         ({"mode": "usp_attn", "gpus": 4, "ring_degree": 3}, "ring_degree=3"),
+        ({"gpus": 8, "ring_degree": 3}, "ring_degree=3"),
+        ({"gpus": 8, "ring_degree": 4, "seq_parallel_size": 2}, "ring_degree=4"),
+        ({"gpus": 8, "ring_degree": 0}, "ring_degree must"),
+        ({"gpus": 8, "seq_parallel_size": 0}, "seq_parallel_size must"),
+        ({"lora": 0}, "lora must"),
+        ({"disk_memory": 1e12}, "disk_memory"),
     ],
 )
 def test_wrong_settings(wrong, named):
@@ -452,10 +461,10 @@ def test_tokens(text, wanted):
     assert tokens(text) == wanted
 
 
-@pytest.mark.parametrize("read", [size, tokens])
-def test_unreadable_sizes(read):
-    with pytest.raises(ArgumentTypeError, match="a lot"):
-        read("a lot")
+@pytest.mark.parametrize(("read", "text"), [(size, "a lot"), (tokens, "a lot"), (tokens, "1.5"), (size, "1e400")])
+def test_unreadable_sizes(read, text):
+    with pytest.raises(ArgumentTypeError, match=text):
+        read(text)
 
 
 @pytest.mark.parametrize("text", ["attention:host", "28xattention:host,4xeverything:gpu", "1xinput:disk,1xinput:gpu"])
@@ -485,6 +494,20 @@ def test_command_ends_in_one_line_where_nothing_fits(capsys):
     assert main(asked.split()) == 1
     shown = capsys.readouterr()
     assert shown.err.startswith("error: 1,048,576 tokens do not fit") and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path, capsys):
+    picture = tmp_path / "nowhere" / "plan.png"
+    assert main(f"plan --model llama-3.2-1b --seq-length 4K --picture {picture}".split()) == 1
+    assert f"error: --picture {picture}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "named"), [("root:x:0", "no config.json"), ("[1]", "a list")])
+def test_files_that_are_no_configuration_are_named(tmp_path, content, named):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"--model {path}: .*{named}"):
+        plan(str(path), seq_length=4096)
 
 
 def test_phases_take_the_time_of_the_step():

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code: 1 where nothing fits or a setting is wrong."""
+    """The command; returns its exit code: 1 where nothing fits, a setting is wrong, or no picture can be written."""
     from rich.console import Console
 
     from .report import show
@@ -61,5 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     show(made, console if console.is_terminal else Console(width=160))
     if picture:
-        made.picture(picture)
+        try:
+            made.picture(picture)
+        except (OSError, ValueError) as error:
+            print(f"error: --picture {picture}: {error}", file=sys.stderr)
+            return 1
     return 0

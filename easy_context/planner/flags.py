@@ -5,6 +5,7 @@
 """
 
 import argparse
+import math
 import re
 from itertools import groupby
 
@@ -22,15 +23,22 @@ def size(text: str) -> float:
 
 def tokens(text: str) -> int:
     """Tokens: 131072, 128K (x 1024), 1M (x 1024 x 1024)."""
-    return int(_number(text, r"([\d.]+)\s*([KM]?)", _TOKENS, "a number of tokens such as 131072, 128K or 1M"))
+    wanted = "a number of tokens such as 131072, 128K or 1M"
+    count = _number(text, r"([\d.]+)\s*([KM]?)", _TOKENS, wanted)
+    if count != int(count):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return int(count)
 
 
 def _number(text: str, form: str, units: dict, wanted: str) -> float:
     found = re.fullmatch(form, text.strip().replace(",", ""), re.IGNORECASE)
     try:
-        return float(found[1]) * units[found[2].upper()]
+        number = float(found[1]) * units[found[2].upper()]
     except (TypeError, ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+        number = math.inf
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return number
 
 
 def _text(bytes_: float) -> str:

@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from easy_context.memory.plan import MemoryPlan
+from easy_context.modes import available_modes
 
 from .hardware import GIB, Hardware, find_hardware
 from .memory import Phase, disk_bytes, host_items, peak, phases
@@ -137,11 +138,19 @@ def plan(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine is one of {ENGINES}, not {engine!r}")
-    for name, value in {"gpus": gpus, "nodes": nodes, "seq_length": seq_length, "batch_size": batch_size}.items():
-        if value < 1:
+    counts = {"gpus": gpus, "nodes": nodes, "seq_length": seq_length, "batch_size": batch_size, "lora": lora}
+    counts |= {"seq_parallel_size": seq_parallel_size, "ring_degree": ring_degree}
+    for name, value in counts.items():
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
     if gpus % nodes:
         raise ValueError(f"{gpus} GPUs do not divide among {nodes} nodes: choose another --nodes")
+    if mode not in (None, *available_modes()):
+        raise ValueError(f"unknown mode {mode!r}: one of {available_modes()}, or leave it out")
+    if (seq_parallel_size or gpus) % (ring_degree or 1):
+        raise ValueError(f"ring_degree={ring_degree} does not divide {seq_parallel_size or gpus} GPUs a sequence")
+    if disk_memory is not None and disk is None:
+        raise ValueError("disk_memory bounds what the disk keeps: give disk=, a directory, as well")
     shape = ModelShape.of(model)
     a_process = host_memory and int(host_memory * nodes / gpus)
     start = Setting(

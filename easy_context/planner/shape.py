@@ -149,6 +149,8 @@ class ModelShape:
             value = next((config[key] for key in keys if config.get(key) is not None), None)
             if value is None:
                 raise ValueError(f"{name}: config.json of {family} has no {' or '.join(keys)}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {' or '.join(keys)} of config.json must be at least 1, not {value!r}")
             return value
 
         hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
@@ -204,7 +206,7 @@ def _read(model: str) -> tuple[dict, str]:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return json.loads(path.read_text()), path.resolve().parent.name
+        return _content(path), path.resolve().parent.name
     if path.suffix == ".json" or path.is_absolute() or model.startswith("."):
         raise ValueError(f"--model {model}: no such file; known without one: {', '.join(KNOWN_MODELS)}")
     from transformers import AutoConfig
@@ -214,3 +216,13 @@ def _read(model: str) -> tuple[dict, str]:
     except OSError as error:
         known = ", ".join(KNOWN_MODELS)
         raise ValueError(f"--model {model}: neither a file nor on the hub; known without one: {known}") from error
+
+
+def _content(path: Path) -> dict:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--model {path}: no config.json, {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--model {path}: no config.json, but a {type(config).__name__}")
+    return config

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from .dataset import PACKINGS
@@ -12,6 +13,11 @@ from .engine import StepSettings, check_deepspeed_file
 from .mesh import split_degrees
 from .modes import available_modes
 from .planner.flags import size
+
+_COUNTS = ("seq_length", "batch_size", "gradient_accumulate_every", "max_train_steps", "eval_steps")
+_RANGES = dict.fromkeys((*_COUNTS, "lora", "checkpointing_steps"), (1, math.inf))
+_RANGES |= dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"), (0, math.inf))
+_RANGES["min_lr_ratio"] = (0, 1)
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -79,9 +85,10 @@ def parse_args(description: str) -> argparse.Namespace:
 
 def check(args: argparse.Namespace, world_size: int) -> str:
     """What is going to run, in a line. ValueError for flags that cannot be; before anything is loaded or started."""
-    for flag in ("seq_length", "batch_size", "gradient_accumulate_every", "max_train_steps", "eval_steps"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} must be at least 1")
+    for flag, (least, most) in _RANGES.items():
+        if (value := getattr(args, flag)) is not None and not least <= value <= most:
+            expected = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise ValueError(f"--{flag.replace('_', '-')} must be {expected}, not {value}")
     if args.resume is not None and args.overwrite_output_dir:
         raise ValueError("--resume needs what --overwrite-output-dir removes: give one of them")
     _check_memory(args)

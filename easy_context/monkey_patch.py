@@ -27,7 +27,7 @@ from .kernels import KERNELS
 from .mesh import current_mesh
 from .modes import AttentionContext, Mode, get_mode
 from .modes.base import groups_of
-from .refusals import CACHES, WindowMask, fault_of_mask, refuse_arguments, refuse_decoder, refuse_layer
+from .refusals import CACHES, WindowMask, fault_of_mask, refuse_arguments, refuse_decoder, refuse_labels, refuse_layer
 from .rope import GlobalLength, restore_frequencies, rotary_modules
 
 logger = logging.getLogger("easy_context")
@@ -50,14 +50,15 @@ class Attachment:
     def __init__(self, decoder: nn.Module):
         self.patch: Patch | None = None  # None: that of its family
         self.rotary = [(module, GlobalLength(module)) for module in rotary_modules(decoder)]
-        self.handle = decoder.register_forward_pre_hook(self, with_kwargs=True)
+        self.handles = [decoder.register_forward_pre_hook(self, with_kwargs=True)]
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict):
         _attached.setdefault(decoder, self)
         return _enter(decoder, self, args, kwargs)
 
     def detach(self) -> None:
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
         for _, length in self.rotary:
             length.detach()
 
@@ -98,6 +99,8 @@ def apply_seq_parallel_monkey_patch(
     else:
         decoder = decoder_of(model)
         _attach(decoder).patch = patch
+        if model is not decoder and _refuse_labels not in model._forward_pre_hooks.values():
+            _attached[decoder].handles.append(model.register_forward_pre_hook(_refuse_labels, with_kwargs=True))
         what = f"one {type(decoder).__name__}"
     attention, mask = _interfaces()
     attention.register(NAME, attention_forward)
@@ -183,6 +186,8 @@ def _wrap(base: type) -> None:
     def call(self, *args, **kwargs):
         if self.base_model is self:
             _attach(self)
+        else:
+            _refuse_labels(self, args, kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
 
     base._check_and_adjust_attn_implementation = check
@@ -202,6 +207,15 @@ def _attach(decoder: nn.Module) -> Attachment:
 
 def _patch_of(decoder: nn.Module, attachment: Attachment) -> Patch:
     return attachment.patch or next(_families[base] for base in type(decoder).__mro__ if base in _families)
+
+
+def _refuse_labels(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    """What only the model around a decoder sees."""
+    if kwargs.get("labels") is not None:
+        decoder = decoder_of(model)
+        patch = _patch_of(decoder, _attach(decoder))
+        mesh = current_mesh(patch.ring_degree)
+        refuse_labels(patch.mode.layout(mesh.sp_size, mesh.ring_size).world)
 
 
 @torch.compiler.disable
@@ -228,19 +242,13 @@ def _enter(decoder: nn.Module, attachment: Attachment, args: tuple, kwargs: dict
     visible = torch.ones_like(positions) if mask is None or fault else mask.to(positions)
     both = torch.stack([positions.expand(batch, -1), visible.expand(batch, -1)])
     whole, visible = gather_sequence(mesh.sp_group if layout.world > 1 else None, layout, both, fault)
-    context = AttentionContext(
-        layout=layout,
-        seq_len=whole.shape[1],
-        documents=documents_of(whole, visible),
-        kernel=patch.kernel,
-        **groups_of(mesh),
-    )
+    documents = documents_of(whole, visible)
+    settings = {"layout": layout, "seq_len": whole.shape[1], "documents": documents, "kernel": patch.kernel}
+    context = AttentionContext(**settings, **groups_of(mesh))
     for module, length in attachment.rotary:
         restore_frequencies(module)
         length.longest = int(whole.max())
-    kwargs.update(
-        {"position_ids": positions, "attention_mask": None, "use_cache": False, CONTEXT: (patch.mode, context)}
-    )
+    kwargs |= {"position_ids": positions, "attention_mask": None, "use_cache": False, CONTEXT: (patch.mode, context)}
     return (), {name: value for name, value in kwargs.items() if name not in CACHES}
 
 

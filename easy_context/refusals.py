@@ -63,6 +63,16 @@ def refuse_arguments(decoder: nn.Module, kwargs: dict) -> None:
             raise ValueError(f"{name} is not supported: packed documents are told by position_ids that fall to 0")
 
 
+def refuse_labels(ranks: int) -> None:
+    """Labels handed to a model whose sequence `ranks` ranks share."""
+    if ranks > 1:
+        raise ValueError(
+            "labels are not supported: the model shifts them inside its own shard, where borders lose their targets. "
+            "Pass the next tokens as target_ids to prepare_seq_parallel_inputs, and use seq_parallel_loss or "
+            "CausalLMWithLoss"
+        )
+
+
 def fault_of_mask(mask: torch.Tensor | None, shape: tuple[int, int]) -> str | None:
     """What one rank's mask may have that the others' have not."""
     if mask is None:

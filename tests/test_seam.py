@@ -79,6 +79,9 @@ def test_removal_leaves_no_trace():
     assert dict(vars(LlamaPreTrainedModel)) == before
     assert (set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)) == names
     assert not model.model._forward_pre_hooks
+    apply_seq_parallel_monkey_patch("usp_attn", model)
+    remove_seq_parallel_monkey_patch()
+    assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
     generated = model.generate(batch_of(8)[0], max_new_tokens=2, do_sample=False)
     assert generated.shape == (2, 10)
 
@@ -389,6 +392,25 @@ def one_rank_at_fault(rank, world, fault):
 )
 def test_a_fault_on_one_rank_is_raised_by_all(fault, text):
     assert all(text in message for message in spawn(one_rank_at_fault, 2, fault))
+
+
+def labels_given(rank, world, by, mode):
+    model = tiny_model()
+    apply_seq_parallel_monkey_patch(mode, "llama" if by == "family" else model)
+    model = copy.deepcopy(model)
+    local = prepare_seq_parallel_inputs(mode, batch_of(16)[0], None, None, rank, world, "cpu")
+    ids, positions = local["local_input_ids"], local["local_position_ids"]
+    if mode == "data_parallel":
+        return model(ids, position_ids=positions, labels=ids).loss.item()
+    return raised(model, ids, position_ids=positions, labels=ids)
+
+
+@pytest.mark.parametrize("by", ["family", "object"])
+def test_labels_that_a_model_would_shift_within_its_shard_are_refused(by):
+    assert all("target_ids" in message for message in spawn(labels_given, 2, by, "zigzag_ring_attn"))
+    ids = batch_of(16)[0]
+    truth = tiny_model()(ids, labels=ids).loss.item()
+    assert spawn(labels_given, 2, by, "data_parallel") == pytest.approx([truth, truth])
 
 
 def sizes_that_do_not_fit(rank, world):

@@ -101,7 +101,6 @@ def accuracies(trials: list[dict]) -> dict[tuple[int, float], float]:
 
 
 def write(args: argparse.Namespace, trials: list[dict]) -> None:
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     cells = accuracies(trials)
     with (args.output_dir / "needle.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -116,8 +115,12 @@ def write(args: argparse.Namespace, trials: list[dict]) -> None:
 
 def main() -> None:
     args = arguments()
+    if args.num_samples < 1:
+        raise ValueError(f"--num_samples {args.num_samples}: expected at least 1")
     lengths = context_lengths(args.min_context_length, args.max_context_length, args.context_interval)
     accelerator = start(parallel_mode=args.parallel_mode, ring_degree=args.ring_degree, dtype=args.dtype)
+    if accelerator.is_main_process:
+        args.output_dir.mkdir(parents=True, exist_ok=True)  # before hours of work, not after
     trials = evaluate(args, lengths, accelerator)
     if accelerator.is_main_process:
         write(args, trials)

@@ -148,10 +148,14 @@ def write_csv(path: Path, header: list, rows: dict[str, list]) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
+    if args.samples is not None and args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: expected at least 1")
     if args.sliding_window < 1:
         raise ValueError(f"--sliding-window {args.sliding_window}: expected at least 1")
     if args.segments and (len(args.segments) < 2 or args.segments != sorted(set(args.segments))):
         raise ValueError("--segments: expected two or more rising borders, e.g. 0,8192,12288")
+    if args.output_file and args.output_file.is_dir():
+        raise ValueError(f"--output-file {args.output_file}: expected a file, this is a directory")
     if args.save_tokenized and (args.tokenized or len(args.model) > 1):
         raise ValueError("--save-tokenized keeps what --dataset gives one model's tokenizer")
 
@@ -161,9 +165,10 @@ def main() -> None:
     check(args)
     lengths = context_lengths(args.min_tokens, args.max_tokens, args.tokens_step)
     accelerator = start(parallel_mode=args.parallel_mode, ring_degree=args.ring_degree, dtype=args.dtype)
+    if args.output_file and accelerator.is_main_process:
+        args.output_file.parent.mkdir(parents=True, exist_ok=True)  # before hours of work, not after
     results = {name: measure(name, lengths, args, accelerator) for name in args.model}
     if args.output_file and accelerator.is_main_process:
-        args.output_file.parent.mkdir(parents=True, exist_ok=True)
         write(args, lengths, results)
         print(f"wrote {args.output_file} and {args.output_file.with_suffix('.json')}")
     accelerator.end_training()

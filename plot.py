@@ -39,9 +39,9 @@ def arguments() -> argparse.Namespace:
 
 def read_lines(path: Path) -> tuple[str, list[Line]]:
     """`(label of the x axis, lines)`; cells without a number are left out."""
-    with path.open(newline="") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
     try:
+        with path.open(newline="") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
         x = [float(cell) for cell in header[1:]]
         lines = [(name, *_points(x, [float(cell or "nan") for cell in cells])) for name, *cells in rows]
     except ValueError as error:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from accelerate.state import AcceleratorState
 from harness import spawn, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import eval_needle
 import eval_ppl
@@ -25,6 +26,7 @@ from easy_context.evaluation.perplexity import perplexity, windows
 from easy_context.evaluation.runtime import context_lengths, leading_tokens, turns
 from easy_context.mesh import reset_mesh
 
+HERE = Path(__file__).parent
 SENTENCES = [
     "A list is a sequence of values that may be changed in place.",
     "Names refer to objects, and the same object may have many names.",
@@ -415,6 +417,43 @@ def test_eval_ppl_is_the_same_on_two_processes(saved_model, tmp_path, mode):
         assert record["nll"] == pytest.approx(other["nll"], rel=1e-6)
 
 
+def test_adapters_are_evaluated_over_their_model(saved_model, tmp_path):
+    """As train.py --lora leaves them: adapters, configuration and tokenizer, without the model's weights."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = get_peft_model(AutoModelForCausalLM.from_pretrained(saved_model), settings)
+    lora.save_pretrained(tmp_path / "adapters")
+    lora.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for name in ("adapters", "merged"):
+        byte_level("single").save_pretrained(tmp_path / name)
+        config = AutoConfig.from_pretrained(saved_model)
+        config.rope_parameters["rope_theta"] = 77.0
+        config.save_pretrained(tmp_path / name)
+    text = tmp_path / "book.txt"
+    text.write_text(" ".join(SENTENCES * 5))
+    models = saved_model, tmp_path / "adapters", tmp_path / "merged"
+    length = ["--min-tokens", 100, "--max-tokens", 100, "--dtype", "fp32", "--output-file", tmp_path / "ppl.csv"]
+    run_script(eval_ppl, "-m", *models, "--dataset", text, *length)
+    _, *rows = csv.reader((tmp_path / "ppl.csv").open())
+    plain, adapted, merged = (float(row[1]) for row in rows)
+    assert adapted == pytest.approx(merged, rel=1e-5)
+    assert adapted != pytest.approx(plain, rel=1e-2)
+    (tmp_path / "hay.txt").write_text("\n\n".join(SENTENCES))
+    lengths = ["--min_context_length", 256, "--max_context_length", 256, "--haystack_dir", tmp_path]
+    run_script(eval_needle, "--model", models[1], *lengths, "--output-dir", tmp_path / "out")
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(saved_model, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(eval_ppl, "measure", None)
+    monkeypatch.setattr(eval_needle, "evaluate", None)
+    with pytest.raises(OSError, match="file"):
+        run_script(eval_ppl, "-m", saved_model, "--dataset", "x", "--output-file", tmp_path / "file" / "ppl.csv")
+    with pytest.raises(OSError, match="file"):
+        run_script(eval_needle, "--model", saved_model, "--output-dir", tmp_path / "file" / "needle")
+
+
 def test_eval_needle_writes(saved_model, tmp_path):
     (tmp_path / "hay.txt").write_text("\n\n".join(SENTENCES))
     lengths = ["--min_context_length", 256, "--max_context_length", 512, "--context_interval", 256]
@@ -437,10 +476,15 @@ def test_eval_needle_writes(saved_model, tmp_path):
         (eval_ppl, ["-m", "x", "--dataset", "/no/such.txt", "--max-tokens", 16], "from 256 to 16"),
         (eval_ppl, ["-m", "x", "--dataset", "/no/such.txt", "--parallel_mode", "nonsense"], "nonsense"),
         (eval_ppl, ["-m", "x", "--dataset", "/no/such.txt", "--segments", "5,3"], "--segments"),
+        (eval_ppl, ["-m", "x", "--dataset", "/no/such.txt", "--samples", -1], "--samples -1"),
+        (eval_ppl, ["-m", HERE, "--dataset", "/no/such.txt"], f"--model {HERE}: it has no tokenizer"),
+        (eval_needle, ["--model", "x", "--num_samples", 0], "--num_samples 0"),
         (eval_needle, ["--model", "x", "--parallel_mode", "nonsense"], "nonsense"),
         (eval_needle, ["--model", "x", "--context_interval", 0], "steps of 0"),
         (eval_needle, ["--model", "/no/such/model"], "--model /no/such/model"),
+        (eval_ppl, ["-m", "x", "--dataset", "y", "--output-file", HERE], "--output-file .*a directory"),
         (plot, [__file__], "not a table"),
+        (plot, [HERE.parent / "docs" / "ppl.png"], "ppl.png: not a table"),
     ],
 )
 def test_wrong_settings_are_named(script, words, named):

@@ -54,21 +54,25 @@ def start(*, parallel_mode: str, ring_degree: int | None, dtype: str):
 
 
 def load_tokenizer(name: str):
-    """The tokenizer of a model from the hub or a directory; ValueError for a path where there is nothing."""
+    """The tokenizer of a model from the hub or a directory; ValueError where there is none."""
     from transformers import AutoTokenizer
 
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise ValueError(f"--model {name}: there is no such directory")
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {name}: it has no tokenizer within reach ({error})") from error
 
 
 def load_model(name: str, accelerator, *, parallel_mode: str, rope_theta: float | None, dtype: str):
-    """A causal language model from the hub or a directory, in evaluation mode, ready to run on shards.
+    """A causal language model from the hub or a directory, in evaluation mode, ready to run on shards. A directory of
+    adapters, as train.py --lora writes it, is loaded over the model that these were trained on.
 
     Under DeepSpeed (`accelerate_configs/deepspeed_inference.yaml`) its parameters stay sharded, in host memory.
     """
     from accelerate.utils import DistributedType
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from ..monkey_patch import apply_seq_parallel_monkey_patch
     from ..rope import set_rope
@@ -76,11 +80,22 @@ def load_model(name: str, accelerator, *, parallel_mode: str, rope_theta: float 
     config = AutoConfig.from_pretrained(name)
     if rope_theta is not None:
         set_rope(config, theta=rope_theta)
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=DTYPES[dtype]).eval()
+    model = _weights(name, config, DTYPES[dtype]).eval()
     apply_seq_parallel_monkey_patch(parallel_mode, model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return accelerator.unwrap_model(accelerator.prepare(model))
     return model.to(accelerator.device)
+
+
+def _weights(name: str, config, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM
+
+    if not (Path(name) / "adapter_config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(name).base_model_name_or_path
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype), name)
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ def prepare_seq_parallel_inputs(
     else:
         mesh, layout, sp_rank = None, mode.layout(world_size, ring_degree), rank
     given = {"input_ids": input_ids, "position_ids": position_ids, "target_ids": target_ids}
+    _check_kinds(given)
     given["attention_mask"] = attention_mask
     if mesh is not None and layout.world > 1:
         check_same(mesh.sp_group, **given)
@@ -81,6 +82,13 @@ def prepare_seq_parallel_inputs(
     if attention_mask is not None:
         local["local_attention_mask"] = attention_mask[:, within].masked_fill(padding, 0).to(device)
     return local
+
+
+def _check_kinds(given: dict) -> None:
+    for name, ids in given.items():
+        if ids is not None and (not isinstance(ids, torch.Tensor) or ids.is_floating_point()):
+            kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise ValueError(f"{name} must be a tensor of integers, not {kind}")
 
 
 def _check_shapes(input_ids, position_ids, **others) -> None:

@@ -134,7 +134,9 @@ class CausalLMWithLoss(nn.Module):
         num_items: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """ids: `[B, S_local]` int64, this rank's shard, targets already shifted. Returns `(loss, reported)` as
-        `seq_parallel_loss` does."""
+        `seq_parallel_loss` does. Raises ValueError without targets; for logits alone call `.model`."""
+        if target_ids is None:
+            raise ValueError("target_ids are missing: give them to prepare_seq_parallel_inputs; for logits call .model")
         decoder, head, transform = _parts(self.model)
         hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return seq_parallel_loss_from_hidden(hidden, head, target_ids, num_items, logits_transform=transform)

@@ -27,7 +27,7 @@ from .kernels import KERNELS
 from .mesh import current_mesh
 from .modes import AttentionContext, Mode, get_mode
 from .modes.base import groups_of
-from .refusals import CACHES, WindowMask, fault_of_mask, refuse_arguments, refuse_decoder, refuse_labels, refuse_layer
+from .refusals import CACHES, WindowMask, fault_of_head, fault_of_mask, refuse_arguments, refuse_decoder, refuse_layer
 from .rope import GlobalLength, restore_frequencies, rotary_modules
 
 logger = logging.getLogger("easy_context")
@@ -99,8 +99,8 @@ def apply_seq_parallel_monkey_patch(
     else:
         decoder = decoder_of(model)
         _attach(decoder).patch = patch
-        if model is not decoder and _refuse_labels not in model._forward_pre_hooks.values():
-            _attached[decoder].handles.append(model.register_forward_pre_hook(_refuse_labels, with_kwargs=True))
+        if model is not decoder and _refuse_head not in model._forward_pre_hooks.values():
+            _attached[decoder].handles.append(model.register_forward_pre_hook(_refuse_head, with_kwargs=True))
         what = f"one {type(decoder).__name__}"
     attention, mask = _interfaces()
     attention.register(NAME, attention_forward)
@@ -187,7 +187,7 @@ def _wrap(base: type) -> None:
         if self.base_model is self:
             _attach(self)
         else:
-            _refuse_labels(self, args, kwargs)
+            _refuse_head(self, args, kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
 
     base._check_and_adjust_attn_implementation = check
@@ -209,13 +209,14 @@ def _patch_of(decoder: nn.Module, attachment: Attachment) -> Patch:
     return attachment.patch or next(_families[base] for base in type(decoder).__mro__ if base in _families)
 
 
-def _refuse_labels(model: nn.Module, args: tuple, kwargs: dict) -> None:
-    """What only the model around a decoder sees."""
-    if kwargs.get("labels") is not None:
+def _refuse_head(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Once per forward of the model around a patched decoder."""
+    if fault := fault_of_head(model, kwargs):
         decoder = decoder_of(model)
         patch = _patch_of(decoder, _attach(decoder))
         mesh = current_mesh(patch.ring_degree)
-        refuse_labels(patch.mode.layout(mesh.sp_size, mesh.ring_size).world)
+        if patch.mode.layout(mesh.sp_size, mesh.ring_size).world > 1:
+            raise ValueError(fault)
 
 
 @torch.compiler.disable

@@ -63,14 +63,17 @@ def refuse_arguments(decoder: nn.Module, kwargs: dict) -> None:
             raise ValueError(f"{name} is not supported: packed documents are told by position_ids that fall to 0")
 
 
-def refuse_labels(ranks: int) -> None:
-    """Labels handed to a model whose sequence `ranks` ranks share."""
-    if ranks > 1:
-        raise ValueError(
+def fault_of_head(model: nn.Module, kwargs: dict) -> str | None:
+    """What a model would do around its decoder that is wrong where ranks share a sequence."""
+    if kwargs.get("labels") is not None:
+        return (
             "labels are not supported: the model shifts them inside its own shard, where borders lose their targets. "
             "Pass the next tokens as target_ids to prepare_seq_parallel_inputs, and use seq_parallel_loss or "
             "CausalLMWithLoss"
         )
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return f"{type(model).__name__} reads the last token of a sequence, which one rank alone holds: not supported"
+    return None
 
 
 def fault_of_mask(mask: torch.Tensor | None, shape: tuple[int, int]) -> str | None:

@@ -207,6 +207,9 @@ def test_bad_shapes_are_named():
         seq_parallel_loss_from_hidden(hidden, nn.Sequential(head), targets)
     with pytest.raises(ValueError, match="tile_size"):
         seq_parallel_loss_from_hidden(hidden, head, targets, tile_size=0)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="target_ids are missing"):
+        CausalLMWithLoss(tiny_model())(ids, ids, None)
 
 
 # One process

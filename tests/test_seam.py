@@ -360,7 +360,9 @@ def one_rank_at_fault(rank, world, fault):
         ids = ids[:, :-1]
     if fault == "empty":
         ids = ids[:, :0]
-    if fault in ("other ids", "other length", "empty"):
+    if fault == "floats":
+        ids = ids.double()
+    if fault in ("other ids", "other length", "empty", "floats"):
         return raised(prepare_seq_parallel_inputs, "zigzag_ring_attn", ids, None, None, rank, world, "cpu")
     local = prepare_seq_parallel_inputs("zigzag_ring_attn", ids, None, targets, rank, world, "cpu")
     ids, positions = local["local_input_ids"], local["local_position_ids"]
@@ -383,6 +385,7 @@ def one_rank_at_fault(rank, world, fault):
         ("other ids", "prepare_dataloader"),
         ("other length", "prepare_dataloader"),
         ("empty", "at least one token"),
+        ("floats", "input_ids must be a tensor of integers"),
         ("no positions", "position_ids are missing"),
         ("hole in the mask", "hole before position 2"),
         ("uneven shards", "different shapes"),
@@ -403,6 +406,19 @@ def labels_given(rank, world, by, mode):
     if mode == "data_parallel":
         return model(ids, position_ids=positions, labels=ids).loss.item()
     return raised(model, ids, position_ids=positions, labels=ids)
+
+
+def last_token_read(rank, world, by):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_config(tiny_model().config)
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama" if by == "family" else model)
+    return raised(model, batch_of(8)[0], position_ids=torch.arange(8)[None])
+
+
+@pytest.mark.parametrize("by", ["family", "object"])
+def test_models_that_read_the_last_token_are_refused(by):
+    assert all("LlamaForSequenceClassification" in message for message in spawn(last_token_read, 2, by))
 
 
 @pytest.mark.parametrize("by", ["family", "object"])

@@ -414,6 +414,9 @@ def test_the_impossible_names_what_runs_out_and_what_would_do(model, asked, name
         ({"gpus": 8, "ring_degree": 0}, "ring_degree must"),
         ({"gpus": 8, "seq_parallel_size": 0}, "seq_parallel_size must"),
         ({"lora": 0}, "lora must"),
+        ({"batch_size": 1.5}, "batch_size must"),
+        ({"gpus": 1_000_000}, "gpus=1000000"),
+        ({"gpu_memory": "80GB"}, "gpu_memory must"),
         ({"disk_memory": 1e12}, "disk_memory"),
     ],
 )

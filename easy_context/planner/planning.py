@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from numbers import Integral, Real
 from pathlib import Path
 
 from easy_context.memory.plan import MemoryPlan
@@ -17,6 +18,7 @@ from .shape import ModelShape
 from .timing import Time, step_time
 
 LARGEST_GPU, LARGEST_HOST = 288, 8192  # GiB; nobody has more
+LARGEST_CLUSTER = 4096  # GPUs
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,13 @@ def plan(
     counts = {"gpus": gpus, "nodes": nodes, "seq_length": seq_length, "batch_size": batch_size, "lora": lora}
     counts |= {"seq_parallel_size": seq_parallel_size, "ring_degree": ring_degree}
     for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+        if value is not None and (not isinstance(value, Integral) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    for name, value in {"gpu_memory": gpu_memory, "host_memory": host_memory, "disk_memory": disk_memory}.items():
+        if value is not None and (not isinstance(value, Real) or value < 0):
+            raise ValueError(f"{name} must be a number of bytes, not {value!r}")
+    if gpus > LARGEST_CLUSTER:
+        raise ValueError(f"gpus={gpus}: no more than {LARGEST_CLUSTER} are planned")
     if gpus % nodes:
         raise ValueError(f"{gpus} GPUs do not divide among {nodes} nodes: choose another --nodes")
     if mode not in (None, *available_modes()):
@@ -248,7 +255,7 @@ def _enough_memory(split: Setting, limits: Limits) -> list[str]:
 def _enough_gpus(split: Setting, limits: Limits) -> Setting | None:
     """As many GPUs like these as hold the sequence, in nodes of the same size or of 8."""
     gpus = split.gpus
-    while (gpus := gpus * 2) <= 4096:
+    while (gpus := gpus * 2) <= LARGEST_CLUSTER:
         nodes = max(split.nodes, gpus // max(8, split.gpus_per_node))
         more = replace(split, gpus=gpus, nodes=nodes)
         for made in (m for m in _splits(more) if m.sp_size == gpus):

@@ -23,7 +23,7 @@ from easy_context.evaluation.documents import choose_documents, text_documents, 
 from easy_context.evaluation.haystack import haystack_sentences, split_sentences
 from easy_context.evaluation.needle import build_prompt, depth_grid, predict_answers, tokenize_pieces
 from easy_context.evaluation.perplexity import perplexity, windows
-from easy_context.evaluation.runtime import context_lengths, leading_tokens, turns
+from easy_context.evaluation.runtime import context_lengths, leading_tokens, load_tokenizer, turns
 from easy_context.mesh import reset_mesh
 
 HERE = Path(__file__).parent
@@ -477,7 +477,6 @@ def test_eval_needle_writes(saved_model, tmp_path):
         (eval_ppl, ["-m", "x", "--dataset", "/no/such.txt", "--parallel_mode", "nonsense"], "nonsense"),
         (eval_ppl, ["-m", "x", "--dataset", "/no/such.txt", "--segments", "5,3"], "--segments"),
         (eval_ppl, ["-m", "x", "--dataset", "/no/such.txt", "--samples", -1], "--samples -1"),
-        (eval_ppl, ["-m", HERE, "--dataset", "/no/such.txt"], f"--model {HERE}: it has no tokenizer"),
         (eval_needle, ["--model", "x", "--num_samples", 0], "--num_samples 0"),
         (eval_needle, ["--model", "x", "--parallel_mode", "nonsense"], "nonsense"),
         (eval_needle, ["--model", "x", "--context_interval", 0], "steps of 0"),
@@ -490,6 +489,15 @@ def test_eval_needle_writes(saved_model, tmp_path):
 def test_wrong_settings_are_named(script, words, named):
     with pytest.raises(ValueError, match=named):
         run_script(script, *words)
+
+
+def test_a_model_out_of_reach_is_named(monkeypatch):
+    def out_of_reach(name):
+        raise OSError("no network")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", out_of_reach)
+    with pytest.raises(ValueError, match="--model nobody/nothing: .*no network"):
+        load_tokenizer("nobody/nothing")
 
 
 def test_missing_dataset_and_haystack_are_named(saved_model, tmp_path):

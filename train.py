@@ -183,6 +183,8 @@ def main() -> None:
     checkpoints, start = args.output_dir / "checkpoints", 0
     if args.resume is not None:
         found, start = find_checkpoint(args.resume, checkpoints, accelerator, same)
+        if start > args.max_train_steps:
+            raise ValueError(f"--max-train-steps {args.max_train_steps}: {found} is that of step {start}")
         load_checkpoint(accelerator, found)
         accelerator.print(f"resumed from {found}, step {start} of {args.max_train_steps}")
     if tracker:

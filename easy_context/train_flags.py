@@ -89,6 +89,8 @@ def check(args: argparse.Namespace, world_size: int) -> str:
         if (value := getattr(args, flag)) is not None and not least <= value <= most:
             expected = f"at least {least}" if most == math.inf else f"between {least} and {most}"
             raise ValueError(f"--{flag.replace('_', '-')} must be {expected}, not {value}")
+    if (Path(args.model) / "adapter_config.json").is_file():
+        raise ValueError(f"--model {args.model} holds adapters: merge them into their model first (merge_and_unload)")
     if args.resume is not None and args.overwrite_output_dir:
         raise ValueError("--resume needs what --overwrite-output-dir removes: give one of them")
     _check_memory(args)

@@ -11,6 +11,7 @@ import torch
 from harness import error, free_port, spawn, tiny_model
 from test_models import SCALED_QUERIES
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import easy_context as ec
 from easy_context.memory.gradients import Gradients
@@ -576,6 +577,20 @@ def test_a_layer_of_unknown_structure_is_refused():
 def test_a_layer_that_gates_its_attention_output_is_refused():
     """What happens between attention and output projection is in neither half."""
     model = tiny_model("qwen3_next", torch.float32, layer_types=["full_attention"] * 2)
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    with pytest.raises(ValueError, match="a memory plan does not know"):
+        gradients(model, batch())
+
+
+def test_families_of_another_structure_are_refused():
+    ids = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **ids))
+    ec.apply_seq_parallel_monkey_patch("data_parallel", gpt)
+    with pytest.raises(ValueError, match="GPT2Model is built in a way that a memory plan does not know"):
+        apply_memory_plan(gpt, MemoryPlan.uniform(2))
+    config = AutoConfig.for_model("stablelm", **ids, intermediate_size=96, num_key_value_heads=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
     ec.apply_seq_parallel_monkey_patch("data_parallel", model)
     apply_memory_plan(model, MemoryPlan.uniform(2))
     with pytest.raises(ValueError, match="a memory plan does not know"):

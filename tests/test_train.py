@@ -284,7 +284,20 @@ def test_faults_end_in_one_line(material, tmp_path, flags, message):
     assert "Traceback" not in run.stderr
 
 
+def test_a_checkpoint_beyond_the_last_step_is_refused(runs, material, tmp_path):
+    before, _ = runs("serial")
+    shutil.copytree(before / "checkpoints", tmp_path / "output" / "checkpoints")
+    run = start("serial", material, tmp_path / "output", "--resume", **{"--max-train-steps": 2})
+    assert run.returncode == 2 and "--max-train-steps 2: " in run.stderr and "is that of step" in run.stderr
+
+
 # --- without starting anything
+
+
+def test_adapters_are_no_model_to_train(monkeypatch, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds adapters: merge them"):
+        check(flags_of(monkeypatch, "--model", str(tmp_path)), 1)
 
 
 def flags_of(monkeypatch, *words):

@@ -96,7 +96,7 @@ def remove_memory_plan(model: nn.Module) -> None:
 def _planned_decoder(model: nn.Module) -> nn.Module:
     decoder = decoder_of(model)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "norm"):
-        raise ValueError(f"{type(decoder).__name__} has no layers and norm where a memory plan looks for them")
+        raise ValueError(phases.UNKNOWN.format(type(decoder).__name__))
     return decoder
 
 

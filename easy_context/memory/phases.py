@@ -28,7 +28,7 @@ GIVEN = "easy_context_given"  # an attention function that returns its q, k and 
 FIRST = "easy_context_first"  # one that returns its q, and notes in `module.told` what else it was given
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEADWISE = {"q_norm", "k_norm"}
-_UNKNOWN = "{} is built in a way that a memory plan does not know: leave it out, and use gradient checkpointing instead"
+UNKNOWN = "{} is built in a way that a memory plan does not know: leave it out, and use gradient checkpointing instead"
 
 
 class Projections(nn.Module):
@@ -48,7 +48,7 @@ class Projections(nn.Module):
         given = {"position_embeddings": (cos, sin), "position_ids": positions, "attention_mask": None}
         _, qkv = type(self.attention).forward(self.attention, self.norm(x), **given)
         if not isinstance(qkv, tuple):
-            raise ValueError(_UNKNOWN.format(type(self.attention).__name__))
+            raise ValueError(UNKNOWN.format(type(self.attention).__name__))
         return qkv
 
 
@@ -72,7 +72,9 @@ class GivenAttention(nn.Module):
         super().__init__()
         self.o_proj = o_proj
 
-    def forward(self, hidden_states: Tensor, *, attention_output: Tensor, **_) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *, attention_output: Tensor | None = None, **_) -> tuple[Tensor, None]:
+        if attention_output is None:
+            raise ValueError(UNKNOWN.format("a layer that hands its attention module no further arguments"))
         return self.o_proj(attention_output), None
 
 
@@ -161,7 +163,7 @@ def check_structure(layer: nn.Module, mask, x: Tensor, cos: Tensor, sin: Tensor,
     q, _, _ = Projections(layer, 1)(x, cos, sin, positions)
     made = Finish(layer)(x, q.flatten(2))
     if not isinstance(truth, Tensor) or not (truth - made).norm() <= 1e-2 * (truth - x).norm():
-        raise ValueError(_UNKNOWN.format(type(layer).__name__))
+        raise ValueError(UNKNOWN.format(type(layer).__name__))
     return attention.told, in_tuple
 
 

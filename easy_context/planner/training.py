@@ -66,7 +66,7 @@ def for_training(
         nodes=max(1, world_size // local),
         seq_length=seq_length,
         gpu=hardware,
-        host_memory=host_memory or psutil.virtual_memory().available,
+        host_memory=psutil.virtual_memory().available if host_memory is None else host_memory,
         kernel=kernel,
         engine=engine,
         **asked,

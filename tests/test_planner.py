@@ -51,7 +51,7 @@ def test_parameters_are_the_models(family):
     assert ModelShape.of(model.config) == replace(shape, name=type(model.config).__name__)
 
 
-@pytest.mark.parametrize("family", ["cohere2", "granite", "glm4", "stablelm", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["cohere2", "granite", "glm4", "olmo2", "opt", "gpt2"])
 def test_families_without_an_entry_are_compared_with_their_model(family):
     """A config.json leaves out what transformers fills in, such as tied embeddings."""
     config = AutoConfig.for_model(family)
@@ -59,6 +59,7 @@ def test_families_without_an_entry_are_compared_with_their_model(family):
     assert shape == replace(ModelShape.of(config), name="a file")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # which transformers 5.0 leaves undone without memory
     assert shape.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.03)
 
 
@@ -74,7 +75,7 @@ def test_the_comparison_takes_no_part_in_zero3():
 
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("falcon", "beside its embeddings"), ("bloom", "beside its embeddings"), ("hal9000", "no model_type 'hal9000'")],
+    [("falcon", "beside embeddings"), ("bloom", "beside embeddings"), ("hal9000", "no model_type 'hal9000'")],
 )
 def test_families_of_another_arithmetic_are_refused(family, why):
     with pytest.raises(ValueError, match=f"a file: .*{why}.*: not modelled"):

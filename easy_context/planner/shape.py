@@ -171,7 +171,7 @@ class ModelShape:
 
 
 def _compare(shape: ModelShape, config) -> None:
-    """Raises ValueError where the model's layers and head have other parameters than `shape` says."""
+    """Raises ValueError where the model's layers have other parameters than `shape` says."""
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -180,13 +180,15 @@ def _compare(shape: ModelShape, config) -> None:
         raise ValueError(f"{shape.name}: no causal language model of {config.model_type}: not modelled")
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))  # its `from_config` would share weights out under ZeRO-3
-    embeddings = {part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding)}
-    real = sum(weight.numel() for weight in model.parameters() if weight not in embeddings)
-    counted = shape.parameters - shape.head_weights
+    apart = {part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding)}
+    if (head := model.get_output_embeddings()) is not None:
+        apart.add(head.weight)
+    real = sum(weight.numel() for weight in model.parameters() if weight not in apart)
+    counted = shape.parameters - shape.head_weights * (1 if shape.tied else 2)
     if abs(counted / real - 1) > 0.03:
         raise ValueError(
-            f"{shape.name}: {config.model_type} has {real:,} parameters beside its embeddings, attention and MLP of "
-            f"its sizes have {counted:,}: not modelled"
+            f"{shape.name}: {config.model_type} has {real:,} parameters beside embeddings and head, attention and MLP "
+            f"of its sizes have {counted:,}: not modelled"
         )
 
 

@@ -1,6 +1,14 @@
-"""Times of systems, taken in turns so that drift hits all alike."""
+"""Times of systems, taken in turns so that drift hits all alike.
 
+A GPU at its power limit owes its speed to what ran before: after a system that draws little power, the next one is
+faster for a tenth of a second or more. So before each sample a system runs untimed until the GPU is in that system's
+own state; and where there are several GPUs, all start the sample together, as they do in training, where the exchange
+of the layer before has just ended.
+"""
+
+import math
 import time
+from random import Random
 from statistics import median
 
 import torch
@@ -9,6 +17,7 @@ from systems import System
 from workload import Workload
 
 HEAD_START = 20_000_000  # GPU cycles, 10 ms: in training the host runs ahead of the GPU
+UNTIMED = 0.25  # seconds that a system runs before each of its samples on a GPU
 
 
 class Clock:
@@ -58,10 +67,10 @@ def measure(systems: list[System], work: Workload, device: torch.device, repeats
     the slowest process; None for those that failed. One round more warms up; peers that fail in it are dropped."""
     inputs = Inputs(work, device)
     first = virtual or dist.get_rank() == 0
-    samples = [[] for _ in systems]
+    cuda = device.type == "cuda"
+    samples, untimed = [[] for _ in systems], [int(cuda)] * len(systems)
     for turn in range(repeats + 1):
-        for place in range(len(systems)):
-            index = (turn + place) % len(systems)  # every system comes after every other one
+        for index in Random(turn).sample(range(len(systems)), len(systems)):  # the same order on every process
             system = systems[index]
             if not virtual:
                 dist.barrier()
@@ -70,36 +79,54 @@ def measure(systems: list[System], work: Workload, device: torch.device, repeats
             seconds = [0.0, 0.0]
             if first or system.threads is None:
                 try:
-                    seconds = _sample(system, *inputs.of(system), device)
+                    for _ in range(untimed[index]):
+                        _run(system, *inputs.of(system), Clock(device))
+                    seconds = _sample(system, *inputs.of(system), device, together=not virtual)
                 except Exception as error:
                     if system.name == "easy_context" or turn > 0:
                         raise
                     system.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             samples[index].append(seconds)
+        if turn == 0 and cuda:
+            untimed = [0 if s.failure else _untimed(taken, virtual) for s, taken in zip(systems, samples, strict=True)]
     return [
         None if system.failure is not None else _slowest(taken[1:], virtual)
         for system, taken in zip(systems, samples, strict=True)
     ]
 
 
-def _sample(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, device: torch.device) -> list[float]:
-    for leaf in leaves:
-        leaf.grad = None
+def _sample(
+    system: System, leaves: list[torch.Tensor], dout: torch.Tensor, device: torch.device, together: bool
+) -> list[float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(system.threads or threads)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda._sleep(HEAD_START)
+        if together:
+            dist.all_reduce(torch.zeros(1, device=device))
     clock = Clock(device)
+    _run(system, leaves, dout, clock)
+    seconds = clock.seconds()
+    torch.set_num_threads(threads)
+    return seconds
+
+
+def _run(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, clock: Clock) -> None:
+    """Forward and backward, with moments before, between and after."""
+    for leaf in leaves:
+        leaf.grad = None
     with system.around():
         clock.mark()
         out = system.attend(*leaves)
         clock.mark()
         out.backward(dout)
         clock.mark()
-    seconds = clock.seconds()
-    torch.set_num_threads(threads)
-    return seconds
+
+
+def _untimed(first_sample: list[list[float]], virtual: bool) -> int:
+    """How many runs take `UNTIMED`; the same number on every process."""
+    return math.ceil(UNTIMED / _slowest(first_sample, virtual)[1])
 
 
 def _slowest(samples: list[list[float]], virtual: bool) -> tuple[float, float]:

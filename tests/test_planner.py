@@ -195,6 +195,18 @@ def test_a_whole_model_that_filled_gpu_and_host():
     assert all(figure in table for figure in ("| 132.3 |", "| 616.8 |", "at most 122.6 |"))
 
 
+def test_a_whole_model_at_a_million_tokens_on_two_gpus():
+    """As `--parallel_mode auto --keep auto` chose."""
+    how = MemoryPlan(parse_keep("15xinput:host,8xinput:gpu,9xattention:gpu", 32), head_groups=4)
+    split = {"gpus": 2, "mode": "ulysses_attn", "sp_size": 2, "kernel": "flash_attn_4", **TRAIN}
+    setting = Setting(ModelShape.of("llama-2-7b"), HARDWARE["H200"], 1 << 20, how, **split)
+    assert peak(setting).total / GIB == pytest.approx(129.2, rel=0.10)
+    assert step_time(setting).total == pytest.approx(1115.7, rel=0.15)
+    assert sum(host_items(setting).values()) / GIB == pytest.approx(244.7, rel=0.02)
+    table = (RESULTS / "h200x2_llama_7b_1m.md").read_text()
+    assert all(figure in table for figure in ("| 129.2 |", "| 1115.7 |", "at most 244.7 |"))
+
+
 @pytest.mark.parametrize(("seq_length", "speed"), [(512 * 1024, 2133), (700 * 1024, 1603)])
 def test_the_originals_throughput(seq_length, speed):
     how = MemoryPlan.uniform(32, "input", "host", tile_size=seq_length, compile=False)

@@ -11,7 +11,6 @@ groups exchange one after the other, in messages that many times smaller.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 from easy_context.modes.deal import count_chunks, deal_heads
 from easy_context.modes.dist_flash_attn import schedule
@@ -22,7 +21,8 @@ from .setting import Setting
 Link = Callable[[float, int], float]  # bytes of a message, ranks among whom it goes around -> seconds
 
 
-class Part(NamedTuple):
+@dataclass(slots=True, unsafe_hash=True)
+class Part:
     """What a rank does in a step of a schedule. In shards: keys (with values) and queries that it sends for others to
     compute, those of others that it computes and sends results of; and which part of all its computing falls here."""
 
@@ -82,27 +82,23 @@ class Shard:
 def parts(mode: str, world: int, most: int) -> list[list[Part]]:
     """Per step and rank, under a causal mask: of dist_flash_attn, or of a zigzag ring whose ranks fetch from owners, in
     steps of at most `most`."""
-    zigzag = mode != "dist_flash_attn"
-
-    def add(rank: int, **more: float) -> None:
-        ranks[rank] = ranks[rank]._replace(**{name: getattr(ranks[rank], name) + more[name] for name in more})
-
-    steps = []
+    zigzag, steps = mode != "dist_flash_attn", []
     for tasks in joined(rotation(world), most) if zigzag else schedule(world):
-        ranks = [Part()] * world
+        ranks = [Part() for _ in range(world)]
         for task in tasks:
+            worker, supplier = ranks[task.worker], ranks[task.supplier]
             rows = float(task.stop - task.start)
-            keys = 0.5 if zigzag and task.key < task.query else 1  # of an earlier rank, whose second chunk comes later
             pairs = 0.5 if zigzag or task.key == task.query else rows
-            add(task.worker, computed=pairs / (world / 2))
-            if task.supplier == task.worker:
+            worker.computed += pairs / (world / 2)
+            if worker is supplier:
                 continue
             if task.keys_travel:
-                add(task.supplier, keys_out=keys)
-                add(task.worker, keys_back=keys)
+                keys = 0.5 if zigzag and task.key < task.query else 1  # of an earlier rank, whose 2nd chunk comes later
+                supplier.keys_out += keys
+                worker.keys_back += keys
             else:
-                add(task.supplier, queries_out=rows)
-                add(task.worker, queries_back=rows)
+                supplier.queries_out += rows
+                worker.queries_back += rows
         steps.append(ranks)
     return steps
 

@@ -13,6 +13,6 @@ pytest "$@"
 if (($# == 0)); then
     oldest=$VIRTUAL_ENV/oldest-transformers
     [[ -d $oldest ]] || pip install --quiet --target "$oldest" transformers==5.0.0
-    PYTHONPATH=$oldest pytest -q tests/test_seam.py tests/test_models.py tests/test_rope.py tests/test_memory_plan.py::test_families \
+    PYTHONPATH=$oldest pytest -q tests/test_{seam,refusals,inputs,models,rope}.py tests/test_memory_plan.py::test_families \
         tests/test_model_shape.py::test_families_without_an_entry_are_compared_with_their_model
 fi

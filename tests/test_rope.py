@@ -7,7 +7,7 @@ import torch
 from harness import error, spawn, tiny_model
 from test_models import EXACT, batch_of, check, parallel, serial
 
-from easy_context import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
+from easy_context import apply_seq_parallel_monkey_patch
 from easy_context.rope import set_rope
 
 ORIGINAL = {"original_max_position_embeddings": 16}
@@ -19,12 +19,6 @@ SCALINGS = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0, **ORIGINAL},
 }
-
-
-@pytest.fixture(autouse=True)
-def unpatched():
-    yield
-    remove_seq_parallel_monkey_patch()
 
 
 def scaled(kind: str, theta: float = 10000.0) -> dict:

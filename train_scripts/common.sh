@@ -14,6 +14,7 @@
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True} # long sequences fragment memory
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # compile once a machine
 
 case "${1:-}" in
 "") dry_run=false ;;

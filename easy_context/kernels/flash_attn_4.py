@@ -1,9 +1,11 @@
 """FlashAttention-4 (optional package `flash-attn-4`): the fastest on Hopper and Blackwell.
 
 Python over NVIDIA's CuTe DSL (https://github.com/Dao-AILab/flash-attention), so pip alone installs it; the
-version bound in the hint below lets pip take pre-releases, all there is of version 4. Kernels are compiled, in
-seconds, when a head size, dtype or variant is first met. Takes `[B, S, H, D]` as it is; packed documents in one call.
-Its soft cap uses the hardware's approximate tanh (relative error 2^-11).
+version bound in the hint below lets pip take pre-releases, all there is of version 4. Kernels are compiled when a head
+size, number of heads, dtype or variant is first met: in seconds to a minute, by every process of every run, unless
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 lets the package keep them on disk (`train_scripts/common.sh` sets it). Takes
+`[B, S, H, D]` as it is; packed documents in one call. Its soft cap uses the hardware's approximate tanh (relative error
+2^-11).
 """
 
 import functools

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Block
+from .blocks import Block, Documents
+from .comm import Comm
 from .layout import Layout, Span
 from .mesh import current_mesh
-from .modes import AttentionContext, get_mode
+from .modes import AttentionContext, Mode, get_mode
 from .modes.base import groups_of
 
 
@@ -21,7 +22,7 @@ def shard_sequence(seq_algo: str, whole: torch.Tensor, dim: int = 1) -> torch.Te
 
     A length that does not divide is padded at the end with copies of the last entry; tell the true length to
     `sequence_parallel_attention` and `unshard_sequence`. Differentiable. ValueError for an empty sequence."""
-    layout, rank, _ = _here(seq_algo)
+    layout, rank, _ = _here(get_mode(seq_algo))
     length = whole.shape[dim]
     if length == 0:
         raise ValueError("an empty sequence cannot be sharded")
@@ -41,7 +42,7 @@ def sequence_parallel_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    documents: tuple[tuple[int, ...], ...] | None = None,
+    documents: Documents | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the whole sequence, differentiable.
@@ -57,7 +58,8 @@ def sequence_parallel_attention(
         scale: of the scores; None is D ** -0.5.
         window: sliding window w (with `causal`): a query at i sees keys i - w < k <= i.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        documents: per row the borders 0 < ... < length of packed documents, each attending to itself only.
+        documents: for each row of the batch, or once for all, the borders 0 < ... < length of packed documents, each
+            attending to itself only.
         kernel: name of the kernel; None takes the fastest that can.
 
     Returns `[B, S_local, H, D]` in q's dtype. The rows of padded queries hold finite values without meaning.
@@ -73,7 +75,14 @@ def sequence_parallel_attention(
         raise ValueError("cross-attention (context=...) has neither causal mask, window nor documents")
     if window is not None and (window < 1 or not causal):
         raise ValueError("a window is at least 1 and needs causal=True")
-    layout, _, groups = _here(seq_algo if context != "replicated" else "data_parallel")
+    if context == "self" and q.shape[1] != k.shape[1]:
+        raise ValueError(f"{q.shape[1]} queries, {k.shape[1]} keys: attention over another sequence needs context=...")
+    if documents is not None and len(documents) not in (1, len(q)):
+        raise ValueError(f"documents of {len(documents)} rows, q of {len(q)}: give one tuple a row, or one for all")
+    mode = get_mode(seq_algo)
+    if context == "replicated":
+        mode = get_mode("data_parallel")
+    layout, _, groups = _here(mode)
     padded = k.shape[1] * layout.world
     length = padded if length is None else length
     if not 0 < length <= padded:
@@ -92,7 +101,6 @@ def sequence_parallel_attention(
         ctx = AttentionContext(documents=_with_padding(documents, length, padded, causal), **settings)
     else:
         ctx = CrossContext(length=length, **settings)
-    mode = get_mode(seq_algo if context != "replicated" else "data_parallel")
     mode.validate(ctx, q.shape[2], k.shape[2])
     return mode.attention(q, k, v, ctx)
 
@@ -107,17 +115,20 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"q, k and v differ in dtype or device: {[(t.dtype, t.device) for t in (q, k, v)]}")
 
 
-def _here(seq_algo: str) -> tuple[Layout, int, dict]:
+def _here(mode: Mode) -> tuple[Layout, int, dict[str, Comm]]:
+    """The layout of the mode on this mesh, this rank's place in it, and the groups of an `AttentionContext`."""
     mesh = current_mesh()
-    layout = get_mode(seq_algo).layout(mesh.sp_size, mesh.ring_size)
+    layout = mode.layout(mesh.sp_size, mesh.ring_size)
     return layout, mesh.sp_rank if layout.world > 1 else 0, groups_of(mesh)
 
 
-def _with_padding(documents, length: int, padded: int, causal: bool):
-    """Padding becomes a document of its own where a real token could see it."""
+def _with_padding(documents: Documents | None, length: int, padded: int, causal: bool) -> Documents | None:
+    """The documents, and the padding as one more where a real token could see it.
+
+    Raises ValueError for borders that do not ascend from 0 to `length`."""
     if documents is None:
         return None if causal or length == padded else ((0, length, padded),)
-    if any(row[0] != 0 or row[-1] != length or list(row) != sorted(set(row)) for row in documents):
+    if any((*row[:1], *row[-1:]) != (0, length) or list(row) != sorted(set(row)) for row in documents):
         raise ValueError(f"documents must ascend from 0 to length={length} in every row, not {documents}")
     return documents if length == padded else tuple((*row, padded) for row in documents)
 

@@ -144,13 +144,35 @@ def test_cross_attention(world, context, context_length):
         ({"causal": False, "window": 4}, "causal=True"),
         ({"length": 99}, "length=99"),
         ({"documents": ((0, 3),)}, "documents must ascend"),
+        ({"documents": ((),)}, "documents must ascend"),
+        ({"documents": ((-1, 8),)}, "documents must ascend"),
+        ({"documents": ((0, 8), (0, 3, 8))}, "documents of 2 rows, q of 1"),
+        ({"documents": ()}, "documents of 0 rows"),
         ({"seq_algo": "ring"}, "unknown mode"),
+        ({"seq_algo": "ring", "context": "replicated", "causal": False}, "unknown mode"),
     ],
 )
 def test_arguments_that_do_not_fit(options, text):
     q = draw(1, 8, 2, 8)
     with pytest.raises(ValueError, match=text):
         sequence_parallel_attention(q, q, q, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_self_attention_needs_a_key_for_each_query(causal):
+    q, k = draw(1, 8, 2, 8), draw(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="8 queries, 4 keys"):
+        sequence_parallel_attention(q, k, k, causal=causal)
+
+
+def there_and_back(rank, world, mode, dim):
+    whole = draw(*[11 if d == dim % 4 else 3 for d in range(4)])
+    return torch.equal(unshard_sequence(mode, shard_sequence(mode, whole, dim), dim, 11), whole)
+
+
+@pytest.mark.parametrize("dim", [0, 2, -1])
+def test_the_sequence_may_lie_along_any_dimension(dim):
+    assert spawn(there_and_back, 2, "zigzag_ring_attn", dim) == [True, True]
 
 
 # --- a tiny diffusion transformer over video ------------------------------------------------------------------------

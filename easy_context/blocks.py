@@ -196,12 +196,12 @@ def attend(q, k, v, blocks: Sequence[Block], partial: Partial, scores: Scores) -
         partial.add(*kernel.forward(*qkv, scale=scores.scale, **how), b.batch, b.q)
 
 
-def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], scores: Scores) -> "list[BlockGradients]":
+BlockGradients = tuple[Block, tuple[torch.Tensor, ...]]  # dq, dk, dv of a block's queries and keys
+
+
+def attend_backward(dout, q, k, v, out, lse, blocks: Sequence[Block], scores: Scores) -> list[BlockGradients]:
     """The gradients of each of `blocks`; `out` and `lse` are global. `add_gradients` puts them where they belong."""
     return [_block_backward(b, dout, q, k, v, out, lse, scores) for b in blocks]
-
-
-BlockGradients = tuple[Block, tuple[torch.Tensor, ...]]
 
 
 def _block_backward(b: Block, dout, q, k, v, out, lse, scores: Scores) -> BlockGradients:

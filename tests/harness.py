@@ -25,7 +25,7 @@ def spawn(fn, world: int, *args, backend: str = "gloo") -> list:
     function of a test module. With `backend="nccl"` the current device of rank r is GPU r. The first failure is raised
     here as AssertionError with its traceback."""
     while len(_workers) < world:
-        _workers.append(_Worker(len(_workers)))
+        _workers.append(_Worker())
     port = free_port()
     for rank in range(world):
         _workers[rank].pipe.send((fn.__module__, fn.__qualname__, backend, rank, world, port, args))
@@ -77,7 +77,7 @@ def _with_exact_norms(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class _Worker:
-    def __init__(self, index: int):
+    def __init__(self):
         context = mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)

@@ -22,6 +22,7 @@ from itertools import accumulate, chain
 import torch
 
 from ..inputs import prepare_seq_parallel_inputs
+from ..memory.tiled_loss import IGNORE_INDEX
 from ..mesh import current_mesh
 from .runtime import leading_tokens, sum_over_ranks, turns
 
@@ -74,8 +75,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def depth_grid(interval: float) -> list[float]:
-    """0, interval, 2 * interval, ... up to 1: neither summed up nor rounded to percents, so all are
-    distinct."""
+    """0, interval, 2 * interval, ... up to 1. Neither summed up nor rounded to percents, so all are distinct."""
     if not 0 < interval <= 1:
         raise ValueError(f"--depth_interval {interval}: expected a number above 0 and up to 1")
     return [min(i * interval, 1.0) for i in range(int(1 / interval + 1e-6) + 1)]
@@ -172,12 +172,12 @@ def predict_answers(
     mesh = current_mesh()
     for index, prompt, counts in progress(turns(prompts, mesh.data_rank, mesh.data_size)):
         ids = torch.tensor([prompt.ids])
-        targets = torch.full_like(ids, -100)
+        targets = torch.full_like(ids, IGNORE_INDEX)
         targets[:, prompt.answer_start - 1 : -1] = ids[:, prompt.answer_start :]
         rank, world = accelerator.process_index, accelerator.num_processes
         shard = prepare_seq_parallel_inputs(seq_algo, ids, None, targets, rank, world, accelerator.device)
         places = shard["local_position_ids"]
-        rows = (shard["local_target_ids"][0] != -100).nonzero().flatten()
+        rows = (shard["local_target_ids"][0] != IGNORE_INDEX).nonzero().flatten()
         logits = model(shard["local_input_ids"], position_ids=places, logits_to_keep=rows).logits
         if counts:
             predicted[index, places[0, rows] + 1 - prompt.answer_start] = logits[0].argmax(-1)

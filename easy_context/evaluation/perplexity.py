@@ -17,6 +17,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from ..inputs import prepare_seq_parallel_inputs
 from ..loss import token_nll
+from ..memory.tiled_loss import IGNORE_INDEX
 from ..mesh import current_mesh
 from .runtime import sum_over_ranks, turns
 
@@ -102,7 +103,7 @@ def perplexity(
     mesh = current_mesh()
     for _, window, counts in progress(turns(plan, mesh.data_rank, mesh.data_size)):
         ids = torch.tensor([[*lead, *documents[window.document][window.begin : window.end]]])
-        targets = torch.full_like(ids, -100)
+        targets = torch.full_like(ids, IGNORE_INDEX)
         if counts:
             first = max(len(lead) + window.scored - window.begin, 1)
             targets[:, first - 1 : -1] = ids[:, first:]
@@ -112,7 +113,7 @@ def perplexity(
         nll = token_nll(model, shard["local_input_ids"], places, targets)
         segment = torch.bucketize(places + 1, cuts, right=True).flatten()  # places of targets: one further
         sums[0].index_add_(0, segment, nll.flatten().double())
-        sums[1].index_add_(0, segment, (targets != -100).flatten().double())
+        sums[1].index_add_(0, segment, (targets != IGNORE_INDEX).flatten().double())
         if aggressive_memory:
             clear_device_cache(garbage_collection=True)
     nll, tokens = sum_over_ranks(sums).tolist()

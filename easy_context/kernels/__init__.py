@@ -10,7 +10,7 @@ about to be used.
 import logging
 import os
 
-from torch import Tensor, cuda, device
+from torch import Tensor, device
 
 from .base import Kernel, wrong_inputs
 from .cpu_flash import CpuFlash
@@ -81,10 +81,10 @@ def choose(
     raise ValueError(f"no attention kernel can do this: {'; '.join(passed_over)}")
 
 
-def describe(on: str | None = None) -> list[dict[str, str]]:
-    """Rows of a table, fastest kernel first: what each does, and whether this machine can run it or why not.
-    `on` is a device type; left out, "cuda" where there is a GPU, else "cpu"."""
-    where = device(on or ("cuda" if cuda.is_available() else "cpu"))
+def describe(device_type: str) -> list[dict[str, str]]:
+    """Rows of a table, fastest kernel first: what each does, and whether this machine can run it on its "cuda" or
+    "cpu", or why not."""
+    where = device(device_type)
     return [
         {
             "kernel": kernel.name,
@@ -94,7 +94,7 @@ def describe(on: str | None = None) -> list[dict[str, str]]:
             "soft cap": "yes" if kernel.softcaps else "no",
             "documents": "packed" if kernel.packs else "one by one",
             "deterministic backward": "yes" if kernel.deterministic else "no",
-            f"on this {where.type}": kernel.unfit(where) or kernel.missing(where) or "yes",
+            f"on this {device_type}": kernel.unfit(where) or kernel.missing(where) or "yes",
         }
         for kernel in KERNELS
     ]

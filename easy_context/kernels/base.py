@@ -85,7 +85,7 @@ class Kernel(ABC):
             return f"takes {', '.join(_short(dtype) for dtype in self.dtypes)}, not {_short(q.dtype)}"
         if must_be_deterministic() and not self.deterministic:
             return "its backward is not deterministic, and torch.use_deterministic_algorithms is on"
-        variant = variant.simplified(q.shape[1], k.shape[1])
+        variant = variant.simplified(k.shape[1])
         if variant.window_left is not None and not self.windows:
             return "has no sliding windows"
         if variant.softcap is not None and not self.softcaps:
@@ -111,7 +111,7 @@ class Kernel(ABC):
         if q.numel() == 0 or k.numel() == 0:
             return q.new_zeros(q.shape), q.new_full((batch, heads, length), -torch.inf, dtype=lse_dtype(q))
         q, k, v = map(_readable, (q, k, v))
-        variant = variant.simplified(length, k.shape[1])
+        variant = variant.simplified(k.shape[1])
         pieces = self._pieces(q, k, variant)
         if pieces is None:
             return self.compute(q, k, v, variant, scale)
@@ -145,7 +145,7 @@ class Kernel(ABC):
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         dout, q, k, v, out = map(_readable, (dout, q, k, v, out))
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        variant = variant.simplified(q.shape[1], k.shape[1])
+        variant = variant.simplified(k.shape[1])
         pieces = self._pieces(q, k, variant)
         if pieces is None:
             dq, dk, dv = self.compute_backward(dout, q, k, v, out, lse, variant, scale)
@@ -187,7 +187,7 @@ class Kernel(ABC):
             return self.split(q, k, variant)
         pieces = []
         for start, end in zip(variant.borders, variant.borders[1:], strict=False):
-            document = variant._replace(borders=None).simplified(end - start, end - start)
+            document = variant._replace(borders=None).simplified(end - start)
             whole = [Piece(slice(0, end - start), slice(0, end - start), document)]
             for rows, keys, part in self.split(q[:, start:end], k[:, start:end], document) or whole:
                 pieces.append(Piece(_moved(rows, start), _moved(keys, start), part))

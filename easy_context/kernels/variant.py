@@ -44,7 +44,7 @@ class Variant(NamedTuple):
             return f"borders of documents must ascend from 0 to the {k_length} keys"
         return None
 
-    def simplified(self, q_length: int, k_length: int) -> "Variant":
+    def simplified(self, k_length: int) -> "Variant":
         """The same attention without a window that hides no key and borders of a single document."""
         borders = self.borders if self.borders is not None and len(self.borders) > 2 else None
         longest = k_length if borders is None else document_lengths(borders)[1]
@@ -80,7 +80,7 @@ def row_tiles(q_length: int, k_length: int, variant: Variant, step: int) -> list
         last = end + ahead if variant.causal else k_length
         first = 0 if window is None else max(0, start + ahead - window)
         left = None if window is None else window + last - (end + ahead)  # counted from the range's last key
-        tile = variant._replace(window_left=left).simplified(end - start, last - first)
+        tile = variant._replace(window_left=left).simplified(last - first)
         pieces.append(Piece(slice(start, end), slice(first, last), tile))
     return pieces
 

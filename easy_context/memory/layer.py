@@ -188,7 +188,7 @@ class _Call:
             self.checkpoint = checkpoint
         return y
 
-    def _checkpoint(self, x: Tensor) -> "Checkpoint":
+    def _checkpoint(self, x: Tensor) -> Checkpoint:
         shared = self.planned.shared
         if self.planned is shared.layers[0]:
             shared.require(x, self.projections.heads * self.plan.head_groups, self.projections.head_size)

@@ -123,8 +123,8 @@ def why_not(layer: nn.Module, groups: int) -> str | None:
     needed = {"o_proj", *(["qkv_proj"] if fused else PROJECTIONS)}
     if not needed <= children or not hasattr(attention, "head_dim"):
         return f"{type(layer).__name__} has no self_attn with {', '.join(sorted(needed))} and head_dim"
-    if children - needed - _HEADWISE - {"rotary_emb"}:
-        return f"{type(attention).__name__} has unknown parts: {', '.join(sorted(children - needed - _HEADWISE))}"
+    if unknown := children - needed - _HEADWISE - {"rotary_emb"}:
+        return f"{type(attention).__name__} has unknown parts: {', '.join(sorted(unknown))}"
     if groups == 1:
         return None
     heads, kv_heads = attention.config.num_attention_heads, attention.config.num_key_value_heads

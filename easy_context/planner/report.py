@@ -1,5 +1,6 @@
 """A plan as tables: memory by item and tier, time by part, all splits, and the flags to take."""
 
+from collections import Counter
 from dataclasses import fields
 
 from rich.console import Console
@@ -85,9 +86,7 @@ def splits_table(plan: Plan) -> Table:
 
 def _layers(plan: Plan) -> str:
     chosen = plan.memory_plan
-    kinds = {f"{layer.keep} on {layer.tier}": 0 for layer in chosen.layers}
-    for layer in chosen.layers:
-        kinds[f"{layer.keep} on {layer.tier}"] += 1
+    kinds = Counter(f"{layer.keep} on {layer.tier}" for layer in chosen.layers)
     kept = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{kept}; groups {chosen.head_groups}, tile {chosen.tile_size}" + (", prefetch" if chosen.prefetch else "")
 

@@ -2,8 +2,8 @@
 
     python plot.py ppl.csv [more.csv ...] --output ppl.png
 
-The x axis is logarithmic; a CSV whose first header cell is not empty (as in `.segments.csv`) has that for its
-label, and a linear one.
+The x axis is logarithmic. Where the first header cell of a CSV is not empty, as in `.segments.csv`, it is the label of
+the axis, which is then linear.
 """
 
 import argparse

@@ -47,7 +47,7 @@ def _fingerprint(tensor: torch.Tensor | None) -> list[int]:
 
 
 def gather_sequence(
-    group: dist.ProcessGroup | None, layout: Layout, local: torch.Tensor, fault: str | None = None
+    group: dist.ProcessGroup | None, layout: Layout, local: torch.Tensor, fault: str | None
 ) -> torch.Tensor:
     """The whole sequence `[..., S]`, on the device of `local`, from every rank's shard `[..., S_local]` of integers.
 
@@ -85,10 +85,10 @@ def documents_of(positions: torch.Tensor, visible: torch.Tensor) -> Documents | 
     """Borders of the documents of a batch, from `[B, S]` positions and a mask of real tokens; None where every row is
     one document.
 
-    A position that falls back to 0 starts a document; equal neighbours and jumps ahead continue one (padding repeats
-    the last position). Masked tokens, left or right or between documents, are documents of their own: nothing real
-    sees them. ValueError where positions fall back to anything but 0 (such a row is no sequence of documents, but
-    shards in a wrong order), and for a hole inside a document."""
+    A position 0 starts a document. Above 0, equal neighbours (padding repeats the last position) and jumps ahead
+    continue one. Masked tokens, left or right or between documents, are documents of their own: nothing real sees
+    them. ValueError where positions fall back to anything but 0 (such a row is no sequence of documents, but shards in
+    a wrong order), and for a hole inside a document."""
     borders = [_borders(row, seen.bool()) for row, seen in zip(positions, visible, strict=True)]
     return None if all(len(row) == 2 for row in borders) else tuple(borders)
 

@@ -90,8 +90,7 @@ def why_incomplete(checkpoint: str | Path) -> str | None:
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """The complete checkpoint of `directory` with the highest step; a warning names each newer one that is
-    not."""
+    """The complete checkpoint of `directory` with the highest step; a warning names each newer one that is not."""
     steps = {int(d.name[5:]): d for d in Path(directory).glob("step_*") if d.name[5:].isdigit()}
     for _, checkpoint in sorted(steps.items(), reverse=True):
         reason = why_incomplete(checkpoint)
@@ -148,12 +147,10 @@ def load_checkpoint(accelerator, checkpoint: str | Path) -> None:
 
 
 def save_model(accelerator, model, config, tokenizer, directory: str | Path, dtype: torch.dtype) -> None:
-    """Write the model for `from_pretrained`, or the adapters for peft, with its tokenizer; every rank calls
-    it.
+    """Write the model for `from_pretrained`, or the adapters for peft, with its tokenizer; every rank calls it.
 
     Args:
-        model: what `accelerator.prepare` returned, around a module whose `.model` is the transformers or peft
-        one.
+        model: what `accelerator.prepare` returned, around a module whose `.model` is the transformers or peft one.
         config: the model's configuration; adapters do not carry it, so it is written beside them.
         dtype: of the saved weights.
 

@@ -38,8 +38,7 @@ class StepSettings:
 
 
 def check_deepspeed_file(settings: StepSettings) -> None:
-    """ValueError where the DeepSpeed JSON that `accelerate launch` names contradicts the settings. Touches no
-    device."""
+    """ValueError where the DeepSpeed JSON that `accelerate launch` names contradicts the settings. Uses no device."""
     name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if name is None:
         return
@@ -97,8 +96,7 @@ def make_accelerator(settings: StepSettings, *, seed: int, tracker: str | None, 
 
 
 def load_in_turns(accelerator, load: Callable[[], Loaded]) -> Loaded:
-    """`load()` on every rank: first on one of each node, which downloads and fills caches, then on the
-    others.
+    """`load()` on every rank: first on one of each node, which downloads and fills caches, then on the others.
 
     A ValueError or OSError on any rank is raised on all, as a ValueError."""
     from accelerate.utils import gather_object

@@ -60,7 +60,7 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held: of the GPU in tensors, without one of the host."""
+    """The most that this process has held so far: on a GPU in tensors, on the CPU of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -17,7 +17,7 @@ from .layout import Layout
 
 
 class VirtualWorld:
-    """The mailboxes of one run; `comm(group, rank)` is the view of one rank of one group."""
+    """The mailboxes of one run: a box holds the messages of one sender to one receiver in one group, in their order."""
 
     def __init__(self):
         self._boxes = defaultdict(deque)

@@ -1,5 +1,4 @@
-"""The picture of a needle evaluation: context length to the right, depth downwards, accuracy from red to
-green."""
+"""The picture of a needle evaluation: context length to the right, depth downwards, accuracy from red to green."""
 
 from pathlib import Path
 
@@ -8,8 +7,7 @@ INK = "#22262b"
 
 
 def draw_heatmap(cells: dict[tuple[int, float], float], title: str, path: Path) -> None:
-    """Write a PNG. `cells` maps (context length in tokens, depth 0..1) to accuracy 0..1 and is a full
-    grid."""
+    """Write a PNG. `cells` maps (context length in tokens, depth 0..1) to accuracy 0..1 and is a full grid."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure

@@ -3,9 +3,8 @@
 `"int8"` divides each block of up to 128 values of the last dimension by its largest magnitude / 127, a float32 scale,
 and rounds: 1 + 4 / 128 bytes a value, 0.52 of bf16. It is computed on the device, a chunk of rows at a time, on the
 copies' own stream: before the copy out, which takes 5 bytes a value of one chunk for a moment, and after the copy back,
-which takes 1. A round trip of normal data has a relative error
-(norm of the difference / norm of the data) of 0.0065, of bf16 0.0066; bf16's own rounding has 0.0017. A block with a
-value that is not finite comes back as NaN.
+which takes 1. A round trip of normal data has a relative error (norm of the difference / norm of the data) of 0.0065,
+of bf16 0.0066; bf16's own rounding has 0.0017. A block with a value that is not finite comes back as NaN.
 
 A block is the largest divisor of the last dimension from 64 to 128; rows without one stay exact, as do integers, and
 whatever is kept as `exact`: an attention's log-sum-exp, of which every digit counts.

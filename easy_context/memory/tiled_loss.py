@@ -28,7 +28,7 @@ from .rows import tiles
 
 IGNORE_INDEX = -100
 TILE_BYTES = 2**29  # one tile of float32 logits
-TILE_BYTES_CUDA = 2**31  # of half that in bfloat16; a product this large pays for its float32 sum
+TILE_BYTES_CUDA = 2**31  # the same on a GPU (bfloat16 takes half): large enough to pay for adding up in float32
 
 LogitsTransform = Callable[[Tensor], Tensor]
 

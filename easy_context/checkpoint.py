@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch.utils.serialization import config as serialization
 
+from .engine import first_rank_decides
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "complete.json"
@@ -101,7 +103,7 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
 
 
 def find_checkpoint(asked: str, directory: str | Path, accelerator, settings: dict) -> tuple[Path, int]:
-    """The checkpoint to resume from and its step; rank 0 looks, all ranks learn of it.
+    """The checkpoint to resume from, and its step. Rank 0 looks, and all ranks learn of it.
 
     Args:
         asked: path of a checkpoint, or empty for the newest complete one in `directory`.
@@ -109,30 +111,24 @@ def find_checkpoint(asked: str, directory: str | Path, accelerator, settings: di
 
     Raises ValueError where there is no such checkpoint, it is cut off, or it does not fit.
     """
-    from accelerate.utils import broadcast_object_list
-
-    [found, fault] = broadcast_object_list(
-        list(_look(asked, directory, accelerator, settings) if accelerator.is_main_process else (None, None))
-    )
-    if fault:
-        raise ValueError(f"--resume: {fault}")
-    return found
+    now = {"number of processes": accelerator.num_processes, **settings}
+    return first_rank_decides(lambda: _look(asked, directory, now))
 
 
-def _look(asked: str, directory, accelerator, settings: dict) -> tuple[tuple[Path, int] | None, str | None]:
+def _look(asked: str, directory: str | Path, now: dict) -> tuple[Path, int]:
     checkpoint = Path(asked) if asked else newest_checkpoint(directory)
     if checkpoint is None:
-        return None, f"{directory} has no complete checkpoint: leave --resume out to start from the beginning"
-    reason = why_incomplete(checkpoint)
-    if reason:
-        return None, f"{checkpoint} is no complete checkpoint: {reason}"
+        raise ValueError(
+            f"--resume: {directory} has no complete checkpoint: leave --resume out to start from the beginning"
+        )
+    if reason := why_incomplete(checkpoint):
+        raise ValueError(f"--resume: {checkpoint} is no complete checkpoint: {reason}")
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     saved = {"number of processes": manifest["processes"], **manifest["settings"]}
-    now = {"number of processes": accelerator.num_processes, **settings}
-    changed = [f"{key} was {saved.get(key)!r}, is {now.get(key)!r}" for key in now if saved.get(key) != now[key]]
+    changed = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
     if changed:
-        return None, f"{checkpoint} is of a run with other settings ({'; '.join(changed)})"
-    return (checkpoint, manifest["step"]), None
+        raise ValueError(f"--resume: {checkpoint} is of a run with other settings ({'; '.join(changed)})")
+    return checkpoint, manifest["step"]
 
 
 def load_checkpoint(accelerator, checkpoint: str | Path) -> None:

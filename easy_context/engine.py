@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-Loaded = TypeVar("Loaded")
+Loaded, Decided = TypeVar("Loaded"), TypeVar("Decided")
 
 
 @dataclass(frozen=True)
@@ -113,3 +113,19 @@ def load_in_turns(accelerator, load: Callable[[], Loaded]) -> Loaded:
         if faults:
             raise ValueError(faults[0])
     return loaded
+
+
+def first_rank_decides(decide: Callable[[], Decided]) -> Decided:
+    """What `decide()` returns on rank 0, which alone calls it, on every rank; a ValueError of its is raised on all."""
+    from accelerate.utils import broadcast_object_list
+
+    decided, fault = None, None
+    if int(os.environ.get("RANK", 0)) == 0:
+        try:
+            decided = decide()
+        except ValueError as error:
+            fault = str(error)
+    decided, fault = broadcast_object_list([decided, fault])
+    if fault is not None:
+        raise ValueError(fault)
+    return decided

@@ -1,4 +1,5 @@
-"""What a training step achieved: model FLOPs against the device's peak (MFU), tokens per second, peak memory.
+"""What a training step achieved: model FLOPs against the device's peak (MFU), tokens per second, peak memory; and
+the seconds of a call.
 
 MFU counts the FLOPs that the model needs, not those that a run spends: no recomputation, half of the
 attention matrix under the causal mask, nothing for elementwise work. Forward, per token: 2 per weight of a
@@ -9,7 +10,10 @@ weights that are frozen need no gradient of their own.
 
 import json
 import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
@@ -57,6 +61,20 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     config = model.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return linear + 6 * seq_length * config.num_attention_heads * head_size * config.num_hidden_layers
+
+
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, the median of 5, after one that warms up. On a GPU until it is done."""
+    samples = []
+    for _ in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - began)
+    return median(samples[1:])
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -7,17 +7,15 @@ FlashAttention's own tests.
 """
 
 import argparse
-import time
-from statistics import median
 
 import torch
 
+from ..metrics import median_seconds
 from . import KERNELS, describe
 from .base import Kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 CHECKED = 1024  # tokens of the sequence on which errors are measured, at most
-REPEATS = 5
 
 
 def main() -> None:
@@ -69,23 +67,9 @@ def _both(kernel: Kernel, q, k, v, dout) -> tuple[torch.Tensor, ...]:
 def _speed(kernel: Kernel, inputs: list[torch.Tensor]) -> dict[str, str]:
     q, k, v, _ = inputs
     flops = 2 * q.shape[1] ** 2 * q.shape[2] * q.shape[3]
-    forward = _seconds(lambda: kernel.forward(q, k, v, causal=True, scale=q.shape[-1] ** -0.5), q.device)
-    both = _seconds(lambda: _both(kernel, *inputs), q.device)
+    forward = median_seconds(lambda: kernel.forward(q, k, v, causal=True, scale=q.shape[-1] ** -0.5), q.device)
+    both = median_seconds(lambda: _both(kernel, *inputs), q.device)
     return {"forward": f"{flops / forward / 1e12:.3g}", "forward+backward": f"{3.5 * flops / both / 1e12:.3g}"}
-
-
-def _seconds(call, device: torch.device) -> float:
-    """Median of `REPEATS` calls, after one that warms up."""
-    taken = []
-    for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return median(taken[1:])
 
 
 def _errors(kernel: Kernel, args: argparse.Namespace, device: torch.device) -> dict[str, str]:

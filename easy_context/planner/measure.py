@@ -1,12 +1,11 @@
 """The speeds of this machine's GPU, measured in a few seconds, in place of the table's."""
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 
 import torch
 
+from ..kernels import KERNELS
+from ..metrics import median_seconds
 from .hardware import Hardware
 from .training import this_machine
 
@@ -30,11 +29,11 @@ def measure_here(
     table = this_machine(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
-    product = _seconds(lambda: a @ b, device)
+    product = median_seconds(lambda: a @ b, device)
     here = torch.empty(mib << 20, dtype=torch.uint8, device=device)
     there = torch.empty(mib << 20, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    copy = _seconds(here.clone, device)
-    link = here.nbytes / _seconds(lambda: here.copy_(there, non_blocking=True), device)
+    copy = median_seconds(here.clone, device)
+    link = here.nbytes / median_seconds(lambda: here.copy_(there, non_blocking=True), device)
     return replace(
         table,
         matmul=2 * side**3 / product,
@@ -46,8 +45,6 @@ def measure_here(
 
 
 def _kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> dict[str, dict[int, tuple[float, float]]]:
-    from easy_context.kernels import KERNELS
-
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for head_size in HEAD_SIZES:
         heads, kv_heads = 2048 // head_size, 512 // head_size
@@ -55,27 +52,13 @@ def _kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> dict[str,
         k, v = (torch.randn(1, tokens, kv_heads, head_size, dtype=dtype, device=device) for _ in range(2))
         flops, scale = 2 * tokens**2 * heads * head_size, head_size**-0.5
         for kernel in KERNELS:
-            if kernel.name == "reference" or kernel.unfit(device) or kernel.why_not(q, k, causal=True):
+            if kernel.name == "reference" or kernel.why_not(q, k, causal=True):
                 continue
             out, lse = kernel.forward(q, k, v, causal=True, scale=scale)
-            forward = _seconds(lambda: kernel.forward(q, k, v, causal=True, scale=scale), device)  # noqa: B023
-            backward = _seconds(
+            forward = median_seconds(lambda: kernel.forward(q, k, v, causal=True, scale=scale), device)  # noqa: B023
+            backward = median_seconds(
                 lambda: kernel.backward(dout, q, k, v, out, lse, causal=True, scale=scale),  # noqa: B023
                 device,
             )
             found.setdefault(kernel.name, {})[head_size] = flops / forward, 2.5 * flops / backward
     return found
-
-
-def _seconds(function: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median, after a first call that warms up."""
-    samples = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append(time.perf_counter() - began)
-    return median(samples[1:])

@@ -2,24 +2,26 @@
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
+import psutil
 import torch
 
+from ..engine import first_rank_decides
+from ..kernels import choose
 from ..memory.plan import MemoryPlan
 from .flags import parse_keep
 from .hardware import HARDWARE, Hardware, find_hardware
 from .planning import Plan, plan
+from .shape import ModelShape
 
 logger = logging.getLogger("easy_context")
 
 
 def this_machine(device: torch.device) -> Hardware:
-    """The table's entry for a device, with the memory that it really has; the H100's speeds for one it lacks."""
+    """The table's entry for a device, with the memory that it really has. A GPU that the table lacks is taken for an
+    H100, before Hopper for an A100, and a warning says so."""
     if device.type != "cuda":
-        import psutil
-
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return replace(HARDWARE["CPU"], memory=psutil.virtual_memory().available / ranks)
     memory = torch.cuda.mem_get_info(device)[1]
@@ -54,8 +56,6 @@ def for_training(
     Raises:
         ValueError: nothing fits; says what runs out first and what would.
     """
-    import psutil
-
     local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     hardware = this_machine(device)
     if kernel is None and device.type == "cuda":
@@ -91,7 +91,7 @@ def settle(args, config, accelerator) -> MemoryPlan | None:
     if args.parallel_mode != "auto" and args.keep != "auto":
         return told
 
-    def choose() -> Plan:
+    def planned() -> Plan:
         return for_training(
             config,
             world_size=accelerator.num_processes,
@@ -109,27 +109,11 @@ def settle(args, config, accelerator) -> MemoryPlan | None:
             compress=args.compress,
         )
 
-    chosen = first_rank_decides(choose)
+    chosen = first_rank_decides(planned)
     args.parallel_mode, args.seq_parallel_size = chosen.mode, chosen.seq_parallel_size
     args.ring_degree = chosen.ring_degree
     accelerator.print(f"planned: {chosen}")
     return told or replace(chosen.memory_plan, host_memory=host_memory)
-
-
-def first_rank_decides(choose: Callable[[], Plan]) -> Plan:
-    """`choose()` of the first rank on every rank; its ValueError, too."""
-    from accelerate.utils import broadcast_object_list
-
-    decided = [None, None]
-    if int(os.environ.get("RANK", 0)) == 0:
-        try:
-            decided[0] = choose()
-        except ValueError as error:
-            decided[1] = str(error)
-    broadcast_object_list(decided)
-    if decided[1] is not None:
-        raise ValueError(decided[1])
-    return decided[0]
 
 
 def engine_of(accelerator) -> str:
@@ -152,10 +136,6 @@ def engine_of(accelerator) -> str:
 
 def _installed_kernel(config, device: torch.device, hardware: Hardware) -> str | None:
     """The kernel that a layer of this model gets here; None where the table does not know it."""
-    from easy_context.kernels import choose
-
-    from .shape import ModelShape
-
     shape = ModelShape.of(config)
     q = torch.empty(1, 128, shape.heads, shape.head_size, dtype=torch.bfloat16, device=device)
     k = torch.empty(1, 128, shape.kv_heads, shape.head_size, dtype=torch.bfloat16, device=device)

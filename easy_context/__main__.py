@@ -1,6 +1,6 @@
 """`python -m easy_context`: the command `easy-context`."""
 
-from easy_context.planner.cli import main
+from .planner.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from easy_context.memory.tiled_loss import (
+from .memory.tiled_loss import (
     IGNORE_INDEX,
     LogitsTransform,
     nll_sum_from_logits,

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from easy_context.memory.compress import Codec
-from easy_context.memory.host_pool import GIB, HostMemory
-from easy_context.memory.lanes import Lane
-from easy_context.memory.pool import Lease, Pool
+from .compress import Codec
+from .host_pool import GIB, HostMemory
+from .lanes import Lane
+from .pool import Lease, Pool
 
 THREADS = 2
 

@@ -14,9 +14,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from easy_context.memory.compress import Codec
-from easy_context.memory.lanes import Lane
-from easy_context.memory.pool import Lease, Pool
+from .compress import Codec
+from .lanes import Lane
+from .pool import Lease, Pool
 
 GIB = 2**30
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from easy_context.memory.tiers import Kept, Store
+from .tiers import Kept, Store
 
 MIN_BYTES = 2**20  # smaller tensors stay where they are
 

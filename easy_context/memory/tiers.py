@@ -23,12 +23,12 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from easy_context.memory.compress import Codec, choose_codec
-from easy_context.memory.disk import DiskPool
-from easy_context.memory.host_pool import HostPool
-from easy_context.memory.lanes import Lane
-from easy_context.memory.plan import TIERS
-from easy_context.memory.pool import Lease
+from .compress import Codec, choose_codec
+from .disk import DiskPool
+from .host_pool import HostPool
+from .lanes import Lane
+from .plan import TIERS
+from .pool import Lease
 
 
 class Store:

@@ -27,8 +27,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from easy_context.memory.host_pool import GIB, HostMemory
-from easy_context.memory.leaf import is_zero3
+from .host_pool import GIB, HostMemory
+from .leaf import is_zero3
 
 logger = logging.getLogger("easy_context")
 PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"

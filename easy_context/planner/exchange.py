@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from easy_context.modes.deal import count_chunks, deal_heads
-from easy_context.modes.dist_flash_attn import schedule
-from easy_context.modes.tasks import joined, most_joined, rotation
-
+from ..modes.deal import count_chunks, deal_heads
+from ..modes.dist_flash_attn import schedule
+from ..modes.tasks import joined, most_joined, rotation
 from .setting import Setting
 
 Link = Callable[[float, int], float]  # bytes of a message, ranks among whom it goes around -> seconds

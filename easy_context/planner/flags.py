@@ -9,7 +9,7 @@ import math
 import re
 from itertools import groupby
 
-from easy_context.memory.plan import LayerPlan
+from ..memory.plan import LayerPlan
 
 _BYTES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _TOKENS = {"": 1, "K": 2**10, "M": 2**20}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from easy_context.metrics import PEAK_BF16
+from ..metrics import PEAK_BF16
 
 GIB = 2**30
 Speeds = Mapping[str, Mapping[int, tuple[float, float]]]  # kernel, head size: FLOP/s forward, backward

@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
-from easy_context.memory.plan import LayerPlan
-from easy_context.memory.tiled_loss import TILE_BYTES_CUDA
-from easy_context.modes.tasks import most_joined
-
+from ..memory.plan import LayerPlan
+from ..memory.tiled_loss import TILE_BYTES_CUDA
+from ..modes.tasks import most_joined
 from .setting import BF16, Setting
 
 INT8 = 0.52  # bytes of an element and its share of a scale, against bf16

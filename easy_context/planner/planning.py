@@ -7,9 +7,8 @@ from itertools import accumulate
 from numbers import Integral, Real
 from pathlib import Path
 
-from easy_context.memory.plan import MemoryPlan
-from easy_context.modes import available_modes
-
+from ..memory.plan import MemoryPlan
+from ..modes import available_modes
 from .hardware import GIB, Hardware, find_hardware
 from .memory import Phase, disk_bytes, host_items, peak, phases
 from .search import EQUAL, Limits, best, feasible, last, longest, thriftiest

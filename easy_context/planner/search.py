@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from easy_context.memory.plan import LayerPlan
-
+from ..memory.plan import LayerPlan
 from .memory import disk_bytes, host_items, peak
 from .setting import Setting
 from .timing import step_time

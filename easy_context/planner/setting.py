@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from easy_context.memory.plan import LayerPlan, MemoryPlan
-
+from ..memory.plan import LayerPlan, MemoryPlan
 from .costs import COSTS, Costs
 from .hardware import Hardware
 from .shape import ModelShape

@@ -12,8 +12,7 @@ optimizer     the update, and gradients on their way to it
 from dataclasses import dataclass, fields
 from itertools import groupby
 
-from easy_context.memory.plan import LayerPlan
-
+from ..memory.plan import LayerPlan
 from . import exchange
 from .memory import kept_bytes
 from .setting import BF16, Setting

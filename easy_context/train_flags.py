@@ -84,7 +84,9 @@ def parse_args(description: str) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace, world_size: int) -> str:
-    """What is going to run, in a line. ValueError for flags that cannot be; before anything is loaded or started."""
+    """What is going to run, in a line. ValueError for flags that cannot be; before anything is loaded or started.
+
+    Sets `seq_parallel_size` to 1 for `data_parallel`, where it was left open."""
     for flag, (least, most) in _RANGES.items():
         if (value := getattr(args, flag)) is not None and not least <= value <= most:
             expected = f"at least {least}" if most == math.inf else f"between {least} and {most}"
@@ -95,7 +97,8 @@ def check(args: argparse.Namespace, world_size: int) -> str:
         raise ValueError("--resume needs what --overwrite-output-dir removes: give one of them")
     _check_memory(args)
     if args.parallel_mode == "data_parallel":
-        args.seq_parallel_size = args.seq_parallel_size or 1
+        if args.seq_parallel_size is None:
+            args.seq_parallel_size = 1
         if args.seq_parallel_size > 1:
             raise ValueError("--parallel_mode data_parallel leaves sequences whole: leave out --seq-parallel-size")
     sp_size = world_size if args.seq_parallel_size is None else args.seq_parallel_size

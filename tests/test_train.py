@@ -311,6 +311,7 @@ def flags_of(monkeypatch, *words):
         (["--seq-parallel-size", "3"], 4, "--seq-parallel-size 3 does not divide the 4 processes"),
         (["--parallel_mode", "usp_attn", "--ring_degree", "3"], 4, "ring_degree=3 does not divide the 4"),
         (["--parallel_mode", "data_parallel", "--seq-parallel-size", "2"], 2, "leaves sequences whole"),
+        (["--parallel_mode", "data_parallel", "--seq-parallel-size", "0"], 2, "0 does not divide the 2 processes"),
         (["--batch-size", "0"], 1, "--batch-size must be at least 1"),
         (["--lora", "0"], 1, "--lora must be at least 1, not 0"),
         (["--checkpointing-steps", "0"], 1, "--checkpointing-steps must be at least 1"),

@@ -242,8 +242,8 @@ class Sum:
 
 
 def _room(total: torch.Tensor, dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Where a running result goes on in `dtype`: its own memory, or else other, with what the next step will not
-    write (all, unless that is `whole`) copied."""
+    """Memory in `dtype` for the next step of a running result: that of `total` itself where it has this dtype. Else new
+    memory, into which `total` is copied, unless the next step writes the `whole` of it."""
     if total.dtype == dtype:
         return total
     return torch.empty_like(total, dtype=dtype) if whole else total.to(dtype)

@@ -21,9 +21,9 @@ def why_no_triton() -> str | None:
 
 @functools.cache
 def compiled(function, purpose: str = ""):
-    """`function`, compiled when first called, once for all callers of one `purpose`: for their sizes first, for any
-    size once these vary. Each purpose has a code object of its own, because torch counts graphs, up to a limit, by
-    code object."""
+    """`function`, compiled when it is first called. Callers of one `purpose` share what is compiled: a graph for the
+    first sizes, and one for any size once sizes vary. torch keeps a limited number of graphs per code object, so each
+    purpose has a code object of its own."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{purpose}")
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     return torch.compile(own)

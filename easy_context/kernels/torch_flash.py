@@ -43,8 +43,9 @@ class TorchFlash(Kernel):
         return 192 if little_shared_memory else 256
 
     def split(self, q, k, variant):
-        """A window open to the right reaches S_k keys to the right there, which in a rectangle much taller than wide
-        is not to the end: the rows that see every key are computed without a window."""
+        """The kernel takes a window without a right limit for one of S_k keys to the right. Where there are more rows
+        than keys, that does not reach from the first rows to the last key. These rows see every key: they are computed
+        without a window."""
         rows, keys = q.shape[1], k.shape[1]
         if variant.window_left is None or rows <= keys + 1:
             return None

@@ -32,8 +32,9 @@ class Gradients:
 
 
 def references(gradient: Tensor) -> int:
-    """How many hold a gradient: in Python, counted by the interpreter, in C++, which a torch before 2.13 does not tell
-    the interpreter about, and its memory, which `detach` and `numpy` share."""
+    """How many references there are to a gradient and to its memory. The interpreter counts those in Python. torch
+    counts those in C++, of which the interpreter does not hear before torch 2.13. The storage counts the tensors and
+    arrays that share its memory, as `detach` and `numpy` make them."""
     memory = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
     return sys.getrefcount(gradient) + gradient._use_count() + memory
 

@@ -128,6 +128,7 @@ class PlannedLayer:
         return (y,) if call.in_tuple else y
 
     def tell(self, x: Tensor, extras: tuple, mask) -> tuple[dict, bool]:
+        """What `check_structure` finds on the first rows, once for training and once for evaluation."""
         training = self.layer.training
         if training not in self.told:
             few = [rows[:, :_CHECKED_ROWS] for rows in (x, *extras)]

@@ -145,9 +145,11 @@ def why_not(layer: nn.Module, groups: int) -> str | None:
     return None
 
 
-def check_structure(layer: nn.Module, mask, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None):
+def check_structure(
+    layer: nn.Module, mask, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
+) -> tuple[dict, bool]:
     """Compare halves and layer on rows x `[1, T, E]` under the layer's mask; returns what the layer tells its
-    attention function, a dictionary, and whether it returns y as the only item of a tuple.
+    attention function, and whether it returns y as the only item of a tuple.
 
     Raises:
         ValueError: a layer that is not what the halves make of it, that asks of attention what cannot be had, or that

@@ -16,7 +16,7 @@ class LayerPlan:
     """One decoder layer.
 
     Attributes:
-        keep: "everything": what autograd saves, of which `fused.py` leaves out what elementwise work brings back.
+        keep: "everything": what autograd saves, without what elementwise passes can make again (`fused.py`).
             "attention": the layer's input, the attention output and its log-sum-exp; projections, norms and MLP are
             computed again, attention is not (DistFlashAttn's checkpoint, https://arxiv.org/abs/2310.03294). "input":
             that alone; all is computed again.

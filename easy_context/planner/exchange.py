@@ -22,8 +22,13 @@ Link = Callable[[float, int], float]  # bytes of a message, ranks among whom it 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Part:
-    """What a rank does in a step of a schedule. In shards: keys (with values) and queries that it sends for others to
-    compute, those of others that it computes and sends results of; and which part of all its computing falls here."""
+    """What a rank does in a step of a schedule, counted in shards.
+
+    Attributes:
+        keys_out, queries_out: keys (with values) and queries that it sends to those who compute on them.
+        keys_back, queries_back: keys and queries of others, whose gradients and results it sends back.
+        computed: how much of what it computes in all steps it computes in this one, from 0 to 1.
+    """
 
     keys_out: float = 0.0
     queries_out: float = 0.0

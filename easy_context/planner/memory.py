@@ -8,8 +8,8 @@ is the phase with the largest sum. What a layer keeps for its backward stands in
     kept            N E (input), N (E + H D) + 4 N H (attention), or what autograd saves (everything)
     hidden states   forward x, a, y; backward x, a (come back from their tier) and the gradients dy, da
     attention       a group's q, k, v; backward those, copies of a and da, dq, dk, dv, and the kernel's float32 sums
-    exchange        what a ring receives while it computes, and its float32 sums, or of joined steps (`modes/tasks.py`)
-                    keys and values of two and gradients of two; a second copy in the all-to-all
+    exchange        ring: what it receives while it computes, and its float32 sums; joined steps (`modes/tasks.py`):
+                    keys and values of two, and gradients of two; all-to-all: a second copy
     tiles           of the MLP: 6 T M backward; of the projections; of the loss
     layer gradients the layer's weights' in float32 while its tiles are at work
 """
@@ -28,7 +28,8 @@ INT8 = 0.52  # bytes of an element and its share of a scale, against bf16
 
 @dataclass(frozen=True)
 class Phase:
-    """`part`: forward or backward of `attention`, `projections` or `rows` of one `layer`, or the loss (layer None)."""
+    """`part` of the step: "forward attention" or "forward rows" of a `layer`; "backward rows", "attention again" (where
+    its input alone is kept), "backward attention" or "backward projections"; or the "loss", whose `layer` is None."""
 
     part: str
     layer: int | None
@@ -160,8 +161,8 @@ def phases(setting: Setting) -> Iterator[Phase]:
 
 
 def peak(setting: Setting) -> Phase:
-    """The phase that takes most. It is none of the forward's, each of which has less than the same layer's in the
-    backward; of neighbours with the same plan the first and the last tell."""
+    """The phase that takes most. Only those of the loss and the backward are looked at, since a layer's forward takes
+    less than its backward; and of neighbours with the same plan only the first and the last."""
     ends, start = [], 0
     for _, run in groupby(setting.plan.layers):
         length = sum(1 for _ in run)

@@ -26,7 +26,8 @@ def attention(scores, values):
     return (weights @ values).transpose(1, 2), lse
 
 
-def check(device: str, dtype: torch.dtype, spread: float, tolerance: float) -> None:
+def check(device: str, dtype: torch.dtype, spread: float) -> None:
+    """A second part whose out is of `dtype`, merged in float32 (float64), as the log-sum-exps are."""
     scores, values = scores_and_values(spread)
     first = attention(scores[..., :SPLIT], values[:, :, :SPLIT])
     second = attention(scores[..., SPLIT:], values[:, :, SPLIT:])
@@ -38,9 +39,10 @@ def check(device: str, dtype: torch.dtype, spread: float, tolerance: float) -> N
     block_out = second[0].transpose(1, 2).to(device, dtype, copy=True).contiguous().transpose(1, 2)
     merge(out[:, rows], lse[:, :, rows], block_out, second[1].to(device, wide))
 
-    tolerance *= max(1.0, spread / 10)  # scores of that size are themselves rounded
+    tolerance = (1e-12 if wide == torch.float64 else 5e-6) * max(1.0, spread / 10)  # large scores are rounded, too
+    rounding = 0.0 if dtype == wide else 2 * torch.finfo(dtype).eps  # of values up to 4
     true_out, true_lse = attention(scores, values)
-    assert (out[:, rows].double().cpu() - true_out).abs().max() < tolerance
+    assert (out[:, rows].double().cpu() - true_out).abs().max() < tolerance + rounding
     found, nothing = lse[:, :, rows].double().cpu(), true_lse == -torch.inf
     assert torch.equal(found == -torch.inf, nothing)
     assert (found[~nothing] - true_lse[~nothing]).abs().max() < 10 * tolerance
@@ -48,16 +50,13 @@ def check(device: str, dtype: torch.dtype, spread: float, tolerance: float) -> N
     assert (lse[:, :, :OFFSET] == 7).all()
 
 
-CASES = pytest.mark.parametrize(
-    "dtype, tolerance",
-    [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)],
-)
+CASES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
 
 @CASES
 @pytest.mark.parametrize("spread", [1.0, 300.0])
-def test_equals_attention_over_all_keys(dtype, tolerance, spread):
-    check("cpu", dtype, spread, tolerance)
+def test_equals_attention_over_all_keys(dtype, spread):
+    check("cpu", dtype, spread)
 
 
 def check_into(device: str, before: torch.dtype, after: torch.dtype) -> None:
@@ -129,6 +128,6 @@ def test_a_sum_of_blocks_is_rounded_once_and_one_block_never(batch, rows):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @CASES
 @pytest.mark.parametrize("spread", [1.0, 300.0])
-def test_one_pass_on_cuda(dtype, tolerance, spread):
+def test_one_pass_on_cuda(dtype, spread):
     pytest.importorskip("triton")
-    check("cuda", dtype, spread, tolerance)
+    check("cuda", dtype, spread)

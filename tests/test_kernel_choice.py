@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
+from harness import tiny_model
 
-from easy_context import kernels
+from easy_context import apply_seq_parallel_monkey_patch, kernels, remove_seq_parallel_monkey_patch
 from easy_context.kernels import KERNELS, choose, describe, flash_attn_4
 from easy_context.kernels.variant import Variant
 
@@ -189,6 +190,13 @@ def test_chooses_on_a_gpu(announcements):
     assert choose(half, half, causal=True, window_left=2).name in ("flash_attn_4", "torch_flash")
     assert choose(half.float(), half.float(), causal=True).name == "reference"
     assert announcements.records[-1].levelname == "WARNING" and "not float32" in announcements.records[-1].getMessage()
+
+
+def test_a_patched_model_takes_the_kernel_that_it_was_patched_with(announcements):
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama", kernel="reference")
+    tiny_model()(torch.ones(1, 4, dtype=torch.long))
+    remove_seq_parallel_monkey_patch()
+    assert "attention kernel: reference (asked for by name)" in announcements.text
 
 
 def test_importing_loads_nothing_optional_and_touches_no_gpu():

@@ -45,7 +45,7 @@ class Patch:
 
 
 class Attachment:
-    """The hook of one patched decoder. It holds all that it needs, so a copied or pickled model stays patched."""
+    """The hook of one patched decoder. Copies and pickles keep it, and stay patched while a patch is in force."""
 
     def __init__(self, decoder: nn.Module):
         self.patch: Patch | None = None  # None: that of its family
@@ -206,7 +206,10 @@ def _attach(decoder: nn.Module) -> Attachment:
 
 
 def _patch_of(decoder: nn.Module, attachment: Attachment) -> Patch:
-    return attachment.patch or next(_families[base] for base in type(decoder).__mro__ if base in _families)
+    patch = attachment.patch or next((_families[base] for base in type(decoder).__mro__ if base in _families), None)
+    if patch is None or NAME not in _interfaces()[0]._global_mapping:
+        raise ValueError(f"{type(decoder).__name__}, a copy, has a patch not in force here: apply or remove it again")
+    return patch
 
 
 def _refuse_head(model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -270,8 +273,7 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query `[B, H, S_local, D]`, key and value `[B, H_kv, S_local, D]`; returns
-    `([B, S_local, H, D], None)`."""
+    """transformers' attention function: `[B, H | H_kv, S_local, D]` in, `([B, S_local, H, D], None)` out."""
     if CONTEXT not in kwargs:
         raise ValueError(f"{type(module).__name__} does not hand keyword arguments to its attention: not supported")
     refuse_layer(module, query, key, value, attention_mask, kwargs)
@@ -287,8 +289,7 @@ def attention_forward(
 
 
 def layer_context(carried: dict, told: dict, head_size: int) -> tuple[Mode, AttentionContext]:
-    """The mode and the context of a layer's attention, from what the decoder's hook handed to its layers and what the
-    layer tells its attention function."""
+    """The mode and the context of a layer, from what the decoder's hook and the layer hand to attention."""
     mode, ctx = carried[CONTEXT]
     mask, scaling = told.get("attention_mask"), told.get("scaling")
     return mode, ctx.for_layer(

@@ -105,6 +105,22 @@ def test_copies_stay_patched_until_removal(by, tmp_path):
         assert copied.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("by", ["family", "object"])
+def test_a_copy_first_called_after_removal_is_refused_until_it_is_patched_or_removed_too(by):
+    model, ids = tiny_model(), batch_of(12)[0]
+    truth = model(ids).logits
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama" if by == "family" else model)
+    llama_logits(model, ids)
+    copies = [copy.deepcopy(model), copy.deepcopy(model)]
+    remove_seq_parallel_monkey_patch()
+    for copied in copies:
+        assert "not in force" in raised(copied, ids)
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama" if by == "family" else copies[0])
+    assert error(llama_logits(copies[0], ids), truth) < EXACT
+    remove_seq_parallel_monkey_patch()
+    assert all(error(copied(ids).logits, truth) < EXACT for copied in copies)
+
+
 def test_saving_a_patched_model_saves_no_patch(tmp_path):
     apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
     tiny_model().save_pretrained(tmp_path)

@@ -54,7 +54,7 @@ class Store:
     ):
         self.device = torch.empty(0, device=device).device  # with its index
         self.compress = compress
-        choose_codec(torch.empty(0), compress)
+        choose_codec(torch.empty(0), compress)  # raises for one that is not known
         self.out, self.into = Lane(self.device), Lane(self.device)
         self.host = HostPool(self.device, self.out, self.into, host_memory)
         self.disk = DiskPool(self.device, self.out, self.into, disk) if disk else None

@@ -157,14 +157,13 @@ def _make_states(adam: torch.optim.Optimizer, masters: list[torch.Tensor], host_
 
 def _require(size: int, host_memory: float | None) -> None:
     """All ranks learn what each host has before any takes of it."""
-    memory, ranks = psutil.virtual_memory(), [None] * dist.get_world_size()
+    memory, told = psutil.virtual_memory(), [None] * dist.get_world_size()
     available = max(memory.available, (host_memory or 0) - (memory.total - memory.available))
-    dist.all_gather_object(ranks, (socket.gethostname(), size, available))
-    for host in sorted({name for name, _, _ in ranks}):
-        needed = sum(size for name, size, _ in ranks if name == host)
-        available = min(available for name, _, available in ranks if name == host)
-        if needed > available:
-            raise MemoryError(_shortage("Adam's states", needed, available))
+    dist.all_gather_object(told, (socket.gethostname(), size, available))
+    for host in sorted({name for name, _, _ in told}):
+        sizes, rooms = zip(*((size, room) for name, size, room in told if name == host), strict=True)
+        if sum(sizes) > min(rooms):
+            raise MemoryError(_shortage("Adam's states", sum(sizes), min(rooms)))
 
 
 def _shortage(what: str, needed: int, available: float | None = None) -> str:

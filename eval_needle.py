@@ -37,8 +37,8 @@ def arguments() -> argparse.Namespace:
     add("--rnd_number_digits", type=int, default=7, help="digits of the hidden number")
     add("--num_distractor", type=int, default=0, help="like sentences with other cities and numbers")
     add("--haystack_dir", help="*.txt files to hide it in; prose that comes with Python if not given")
-    add("--seed", type=int, default=0)
-    add("--output-dir", "--output_dir", type=Path, default=Path("needle"))
+    add("--seed", type=int, default=0, help="of cities, numbers and places in the haystack")
+    add("--output-dir", "--output_dir", type=Path, default=Path("needle"), help="for picture, table and trials")
     return parser.parse_args()
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _TABLES = {".parquet": "parquet", ".jsonl": "json", ".arrow": "arrow", ".json": "json"}
-
-
 PACKINGS = ("across", "separate")
 
 

@@ -60,8 +60,8 @@ def prepare_seq_parallel_inputs(
     else:
         mesh, layout, sp_rank = None, mode.layout(world_size, ring_degree), rank
     given = {"input_ids": input_ids, "position_ids": position_ids, "target_ids": target_ids}
-    _check_kinds(given)
     given["attention_mask"] = attention_mask
+    _check_kinds(**given)
     if mesh is not None and layout.world > 1:
         check_same(mesh.sp_group, **given)
     _check_shapes(**given)
@@ -84,9 +84,12 @@ def prepare_seq_parallel_inputs(
     return local
 
 
-def _check_kinds(given: dict) -> None:
-    for name, ids in given.items():
-        if ids is not None and (not isinstance(ids, torch.Tensor) or ids.is_floating_point()):
+def _check_kinds(input_ids, attention_mask, **others) -> None:
+    if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
+    others = {name: ids for name, ids in others.items() if ids is not None}
+    for name, ids in {"input_ids": input_ids, **others}.items():
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
             kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ValueError(f"{name} must be a tensor of integers, not {kind}")
 

@@ -34,6 +34,24 @@ def test_shards_without_a_process_group_cover_the_sequence_once(mode, world):
     assert prepare_seq_parallel_inputs(mode, ids, None, None, 0, world, "cpu")["local_target_ids"] is None
 
 
+@pytest.mark.parametrize(
+    "inputs, text",
+    [
+        ({"input_ids": None}, "input_ids must be a tensor of integers, not NoneType"),
+        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor of integers, not list"),
+        ({"target_ids": torch.ones(1, 4)}, "target_ids must be a tensor of integers, not torch.float32"),
+        ({"attention_mask": [[1] * 4]}, "attention_mask must be a tensor, not list"),
+        ({"attention_mask": torch.ones(1, 3)}, r"attention_mask \(1, 3\) do not fit input_ids \(1, 4\)"),
+        ({"position_ids": torch.arange(3)[None]}, r"position_ids \(1, 3\) do not fit"),
+    ],
+)
+def test_what_is_no_batch_is_refused(inputs, text):
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "position_ids": None, "target_ids": None, "rank": 0, "world_size": 2, "device": "cpu"}
+    with pytest.raises(ValueError, match=text):
+        prepare_seq_parallel_inputs("zigzag_ring_attn", **{**batch, **inputs})
+
+
 def unshard_gradient(rank, world, mode):
     mesh = init_seq_parallel()
     layout = get_mode(mode).layout(mesh.sp_size, mesh.ring_size)

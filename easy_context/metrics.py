@@ -89,13 +89,15 @@ class Reporter:
 
     def __init__(self, accelerator, path: Path, *, start: int, steps: int, tokens: int, flops: float):
         """Start after step `start` of `steps`, each of `tokens` and `flops` on all devices together. Records of later
-        steps in the file are dropped: an earlier run went on beyond the checkpoint from which this one resumes."""
+        steps in the file are dropped: an earlier run went on beyond the checkpoint from which this one resumes. So is
+        a last line that was cut off."""
         self.accelerator, self.path, self.tokens, self.flops = accelerator, path, tokens, flops
         peak = peak_flops(accelerator.device)
         self.peak = peak and peak * accelerator.num_processes
         if accelerator.is_main_process:
-            lines = path.read_text().splitlines() if start and path.exists() else []
-            path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= start))
+            lines = path.read_text().splitlines(keepends=True) if start and path.exists() else []
+            whole = (line for line in lines if line.endswith("\n"))
+            path.write_text("".join(line for line in whole if json.loads(line)["step"] <= start))
         self.bar = tqdm(total=steps, initial=start, unit="step", disable=not accelerator.is_main_process)
 
     def __call__(self, record: dict, seconds: float) -> None:

@@ -17,6 +17,7 @@ from easy_context.checkpoint import (
     save_checkpoint,
     why_incomplete,
 )
+from easy_context.metrics import Reporter
 
 SETTINGS = {"--seq-length": 32, "--seed": 1}
 
@@ -121,6 +122,17 @@ def test_a_checkpoint_is_mapped_and_outlives_its_files(accelerator, tmp_path):
     for new, old in zip(again, truth, strict=True):
         assert all(torch.equal(new[name], old[name]) for name in old)
     assert not torch.utils.serialization.config.load.mmap
+
+
+def test_metrics_go_on_after_the_checkpoint_though_their_last_line_was_cut_off(accelerator, tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", [json.dumps({"step": step}) for step in (1, 2, 3)]
+    amount = {"steps": 9, "tokens": 1, "flops": 1.0}
+    for left in ("", '{"step": 4, "lo'):
+        path.write_text("\n".join([*lines, left]))
+        Reporter(accelerator, path, start=2, **amount).close()
+        assert path.read_text().splitlines() == lines[:2]
+    Reporter(accelerator, path, start=0, **amount).close()
+    assert path.read_text() == ""
 
 
 def test_a_used_output_directory_is_kept(saved, accelerator):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .dataset import PACKINGS
 from .engine import StepSettings, check_deepspeed_file
+from .memory.plan import MemoryPlan
 from .mesh import split_degrees
 from .modes import available_modes
 from .planner.flags import size
@@ -65,10 +66,10 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--gradient-checkpointing", choices=["offload", "plain", "none"], help=how)
     how = "what layers keep for the backward, and where: auto, attention:host, 28xattention:host,4xeverything:gpu, ..."
     add("--keep", metavar="PLAN", help=how)
-    add("--head-groups", type=int, default=1, help="with --keep: groups of heads that attention computes in turn")
-    add(
-        "--tile-size", type=int, default=16384, help="with --keep: rows that norms, projections and MLP compute at once"
-    )
+    how = "with --keep: groups of heads that attention computes in turn"
+    add("--head-groups", type=int, default=MemoryPlan.head_groups, help=how)
+    how = "with --keep: rows that norms, projections and MLP compute at once"
+    add("--tile-size", type=int, default=MemoryPlan.tile_size, help=how)
     add("--prefetch", action="store_true", help="with --keep: what layers keep comes back one layer ahead")
     add("--compress", choices=["int8"], help="with --keep: what leaves the GPU in 8 bits; not exact")
     add("--disk", metavar="DIR", help="with --keep: of the tier disk")
@@ -118,9 +119,8 @@ def check(args: argparse.Namespace, world_size: int) -> str:
 
 def _check_memory(args: argparse.Namespace) -> None:
     planned = args.keep == "auto" or args.keep is None and args.parallel_mode == "auto"
-    defaults = {"head_groups": 1, "tile_size": 16384, "prefetch": False}
-    defaults |= {} if planned else {"compress": None, "disk": None, "host_memory": None}
-    given = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(args, name) != default]
+    names = ["head_groups", "tile_size", "prefetch", *([] if planned else ["compress", "disk", "host_memory"])]
+    given = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) != getattr(MemoryPlan, n)]
     if given and planned:
         raise ValueError(f"{', '.join(given)}: the planner chooses; leave it out, or say what layers --keep")
     if given and args.keep is None:

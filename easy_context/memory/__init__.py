@@ -2,7 +2,7 @@
 
 Plans: `plan` says what layers keep, where, and in what portions; `layer` makes a model follow it, by its two halves
 (`phases`), a tile of `rows` at a time, with `gradients` summed and overwritten in place, `checkpoints` of what is kept,
-and the marks that DeepSpeed needs (`leaf`).
+and the marks that DeepSpeed needs (`leaf`). Layers that keep everything have their norms and MLP compiled (`fused`).
 
 Tiers: `tiers` moves what is kept between GPU, `host_pool` and `disk` (whose slots are a `pool`'s), as `compress` turns
 rows into bytes, on the copy streams of `lanes`.

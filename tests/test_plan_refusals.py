@@ -23,6 +23,19 @@ def test_a_forward_that_is_somebody_elses_is_refused(of):
     assert "forward" in vars(module)
 
 
+def test_a_plan_stays_where_another_one_is_refused():
+    model = tiny_model()
+    ec.apply_seq_parallel_monkey_patch("data_parallel", model)
+    apply_memory_plan(model, MemoryPlan.uniform(2))
+    before = [layer.forward for layer in model.model.layers]
+    for refused in (MemoryPlan.uniform(3), MemoryPlan.uniform(2, head_groups=3)):
+        with pytest.raises(ValueError):
+            apply_memory_plan(model, refused)
+        assert [layer.forward for layer in model.model.layers] == before
+    apply_memory_plan(model, MemoryPlan.uniform(2, "input"))
+    assert {layer.forward.how.keep for layer in model.model.layers} == {"input"}
+
+
 def test_what_a_plan_cannot_do_is_refused():
     model = tiny_model()
     ec.apply_seq_parallel_monkey_patch("data_parallel", model)

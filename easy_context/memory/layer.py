@@ -46,7 +46,7 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
     """Make a patched transformers model (wrappers and PEFT are looked through) follow `plan` from its next forward on.
 
     Before `accelerator.prepare`, after `get_peft_model` and `apply_seq_parallel_monkey_patch` of that model or its
-    family. Applying another plan replaces the one before. Without gradients the layers compute in tiles as well.
+    family. Another plan replaces the one before, unless it is refused. Without gradients, too, layers compute in tiles.
     Returns a line that says what was planned (also logged).
 
     Raises:
@@ -55,17 +55,17 @@ def apply_memory_plan(model: nn.Module, plan: MemoryPlan) -> str:
         MemoryError, OSError: (in a forward) when host memory or disk do not suffice for what the plan keeps there.
     """
     decoder = _planned_decoder(model)
-    remove_memory_plan(model)
     if len(plan.layers) != len(decoder.layers):
         raise ValueError(f"the plan is for {len(plan.layers)} layers, the model has {len(decoder.layers)}")
     planned = [layer for layer, how in zip(decoder.layers, plan.layers, strict=True) if how.keep != "everything"]
     for module in [*planned, decoder.norm]:
-        if "forward" in vars(module):
+        if not isinstance(vars(module).get("forward"), PlannedLayer | TiledRows | None):
             raise ValueError(f"{type(module).__name__}'s forward was replaced by somebody else, who would be overruled")
     for layer in planned:
         refuse_checkpointing(layer)
         if reason := phases.why_not(layer, plan.head_groups):
             raise ValueError(reason)
+    remove_memory_plan(model)
     shared = PlannedModel(plan)
     for layer, how in zip(decoder.layers, plan.layers, strict=True):
         if how.keep == "everything":
@@ -250,8 +250,7 @@ class _Call:
         for group in range(self.plan.head_groups):
             q, k, v = self._project(x, group)
             if a is None:
-                width = self.plan.head_groups * q.shape[2] * q.shape[3]
-                a = q.new_empty(1, x.shape[1], width)
+                a = q.new_empty(1, x.shape[1], self.plan.head_groups * q.shape[2] * q.shape[3])
             own = self._by_head(a, self._heads(group))
             with torch.autocast(x.device.type, enabled=False):
                 out, residuals = self.mode.forward(q, k, v, self.ctx)

@@ -8,9 +8,11 @@ one shows, and of a long one, cut into chunks of heads, the first chunk's way th
 groups exchange one after the other, in messages that many times smaller.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from ..modes.deal import count_chunks, deal_heads
 from ..modes.dist_flash_attn import schedule
@@ -20,8 +22,7 @@ from .setting import Setting
 Link = Callable[[float, int], float]  # bytes of a message, ranks among whom it goes around -> seconds
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Part:
+class Part(NamedTuple):
     """What a rank does in a step of a schedule, counted in shards.
 
     Attributes:
@@ -88,22 +89,22 @@ def parts(mode: str, world: int, most: int) -> list[list[Part]]:
     steps of at most `most`."""
     zigzag, steps = mode != "dist_flash_attn", []
     for tasks in joined(rotation(world), most) if zigzag else schedule(world):
-        ranks = [Part() for _ in range(world)]
+        sums = [defaultdict(float) for _ in range(world)]
         for task in tasks:
-            worker, supplier = ranks[task.worker], ranks[task.supplier]
+            worker, supplier = sums[task.worker], sums[task.supplier]
             rows = float(task.stop - task.start)
             pairs = 0.5 if zigzag or task.key == task.query else rows
-            worker.computed += pairs / (world / 2)
+            worker["computed"] += pairs / (world / 2)
             if worker is supplier:
                 continue
             if task.keys_travel:
                 keys = 0.5 if zigzag and task.key < task.query else 1  # of an earlier rank, whose 2nd chunk comes later
-                supplier.keys_out += keys
-                worker.keys_back += keys
+                supplier["keys_out"] += keys
+                worker["keys_back"] += keys
             else:
-                supplier.queries_out += rows
-                worker.queries_back += rows
-        steps.append(ranks)
+                supplier["queries_out"] += rows
+                worker["queries_back"] += rows
+        steps.append([Part(**of_rank) for of_rank in sums])
     return steps
 
 

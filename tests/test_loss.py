@@ -109,6 +109,18 @@ def test_model_with_loss_equals_the_models_own_logits(family, settings, transfor
         assert error(mine, theirs) < tolerance
 
 
+def test_a_compiled_model_with_loss_trains():
+    model = tiny_model()
+    tokens, positions, targets = ids()
+    logits = model(tokens, position_ids=positions).logits
+    truth = cross_entropy_sum(logits, targets) / (targets != -100).sum()
+    expected = torch.autograd.grad(truth, list(model.parameters()))
+    loss, _ = torch.compile(CausalLMWithLoss(model), backend="aot_eager")(tokens, positions, targets)
+    assert error(loss, truth) < 1e-12
+    for mine, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        assert error(mine, theirs) < 1e-12
+
+
 @pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}])
 def test_lora_models_train(settings):
     from peft import LoraConfig, get_peft_model

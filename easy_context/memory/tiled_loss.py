@@ -104,6 +104,7 @@ def _check_shapes(rows: Tensor, targets: Tensor) -> None:
         raise ValueError(f"targets {tuple(targets.shape)} must have the leading shape of {tuple(rows.shape)}")
 
 
+@torch.compiler.disable  # a compiled call would run on without the substituted forward
 def _in_one_call(head: nn.Module, function: Callable, hidden: Tensor, targets: Tensor, tile_size: int | None):
     """`function(head's own forward, hidden [N, E], targets [N], rows of a tile)` as one call of `head`."""
     _check_shapes(hidden, targets)

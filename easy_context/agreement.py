@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .blocks import Documents
 from .layout import Layout
+from .modes import Mode
 
 
 def gather(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -46,23 +47,43 @@ def _fingerprint(tensor: torch.Tensor | None) -> list[int]:
     return [rows, columns, *torch.stack([mixed.sum(), (mixed >> 17).sum()]).tolist()]
 
 
+def describe_run(decoder: torch.nn.Module, mode: Mode, layout: Layout, device_type: str) -> str:
+    """What decides, besides the sequence, which messages of which sizes a forward and its backward exchange."""
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+    sizes = [f"{name}={size}" for name in names if (size := getattr(decoder.config, name, None)) is not None]
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else decoder.dtype
+    trained = sum(weight.requires_grad for weight in decoder.parameters()) if torch.is_grad_enabled() else 0
+    split = f"{mode.name} with ring_degree={layout.ring}"
+    return f"{split}, {type(decoder).__name__} of {', '.join(sizes)}, {dtype}, gradients of {trained} weights"
+
+
 def gather_sequence(
-    group: dist.ProcessGroup | None, layout: Layout, local: torch.Tensor, fault: str | None
+    group: dist.ProcessGroup | None, layout: Layout, local: torch.Tensor, running: str, fault: str | None
 ) -> torch.Tensor:
     """The whole sequence `[..., S]`, on the device of `local`, from every rank's shard `[..., S_local]` of integers.
 
-    `fault` is what this rank found wrong with its own inputs, or None. ValueError on every rank where any rank has a
-    fault, where the shapes differ, or where the layout has no such shards."""
-    header = torch.zeros(_HEADER, dtype=torch.int64)
+    `running` says what this rank is about to run, `fault` what it found wrong with its own inputs, or None. ValueError
+    on every rank where any rank has a fault, where they run different things, where the shapes differ, or where the
+    layout has no such shards."""
+    header = torch.zeros(_SHAPE + 2 * _TEXT, dtype=torch.int64)
     header[: local.dim()] = torch.tensor(local.shape)
-    text = torch.tensor(list((fault or "").encode()[:_FAULT_BYTES]), dtype=torch.int64)
-    header[_SHAPE : _SHAPE + len(text)] = text
+    for start, text in ((_SHAPE, fault or ""), (_SHAPE + _TEXT, running)):
+        encoded = torch.tensor(list(text.encode()[:_TEXT]), dtype=torch.int64)
+        header[start : start + len(encoded)] = encoded
     headers = torch.stack(gather(group, header))
-    for rank, bytes_of_text in enumerate(headers[:, _SHAPE:]):
-        if bytes_of_text.any():
-            message = bytes(bytes_of_text[bytes_of_text != 0].tolist()).decode(errors="replace")
+    shapes, faults, runs = headers.split([_SHAPE, _TEXT, _TEXT], dim=1)
+    for rank, message in enumerate(map(_decoded, faults)):
+        if message:
             raise ValueError(f"rank {rank} of the sequence-parallel group: {message}")
-    shapes = [tuple(shape[: local.dim()].tolist()) for shape in headers]
+    runs = list(map(_decoded, runs))
+    for rank, other in enumerate(runs):
+        if other != runs[0]:
+            raise ValueError(
+                f"rank {rank} of the sequence-parallel group runs {other}, rank 0 {runs[0]}: load the same model on all "
+                "ranks, apply the same mode, and call it alike"
+            )
+    shapes = [tuple(shape[: local.dim()].tolist()) for shape in shapes]
     if len(set(shapes)) > 1:
         raise ValueError(
             f"the ranks of the sequence-parallel group hold shards of different shapes {shapes}: "
@@ -77,8 +98,11 @@ def gather_sequence(
     return whole[..., layout.inverse(whole.shape[-1], whole.device)]
 
 
-_SHAPE, _FAULT_BYTES = 4, 200
-_HEADER = _SHAPE + _FAULT_BYTES
+_SHAPE, _TEXT = 4, 300  # entries of a header: a shape, and the bytes of each text
+
+
+def _decoded(text: torch.Tensor) -> str:
+    return bytes(text[text != 0].tolist()).decode(errors="replace")
 
 
 def documents_of(positions: torch.Tensor, visible: torch.Tensor) -> Documents | None:

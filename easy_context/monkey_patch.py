@@ -22,7 +22,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from .agreement import documents_of, gather_sequence
+from .agreement import describe_run, documents_of, gather_sequence
 from .kernels import KERNELS
 from .mesh import current_mesh
 from .modes import AttentionContext, Mode, get_mode
@@ -245,7 +245,8 @@ def _enter(decoder: nn.Module, attachment: Attachment, args: tuple, kwargs: dict
     fault = fault_of_mask(mask, (batch, local_length))
     visible = torch.ones_like(positions) if mask is None or fault else mask.to(positions)
     both = torch.stack([positions.expand(batch, -1), visible.expand(batch, -1)])
-    whole, visible = gather_sequence(mesh.sp_group if layout.world > 1 else None, layout, both, fault)
+    running = describe_run(decoder, patch.mode, layout, tokens.device.type)
+    whole, visible = gather_sequence(mesh.sp_group if layout.world > 1 else None, layout, both, running, fault)
     documents = documents_of(whole, visible)
     settings = {"layout": layout, "seq_len": whole.shape[1], "documents": documents, "kernel": patch.kernel}
     context = AttentionContext(**settings, **groups_of(mesh))

@@ -94,6 +94,33 @@ def test_a_fault_on_one_rank_is_raised_by_all(fault, text):
     assert all(text in message for message in spawn(one_rank_at_fault, 2, fault))
 
 
+def one_rank_runs_something_else(rank, world, mode, changes):
+    """The others would wait for messages that never come, or receive some of another size."""
+    own = {"mode": mode, "gradients": True, "frozen": False, **(changes if rank == 1 else {})}
+    apply_seq_parallel_monkey_patch(own.pop("mode"), "llama")
+    gradients, frozen = own.pop("gradients"), own.pop("frozen")
+    model = tiny_model(**own)
+    model.model.layers[0].requires_grad_(not frozen)
+    with torch.set_grad_enabled(gradients):
+        return raised(model, batch_of(8)[0], position_ids=torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "mode, changes, text",
+    [
+        ("dist_flash_attn", {"mode": "ulysses_attn"}, "runs ulysses_attn"),
+        ("zigzag_ring_attn", {"num_hidden_layers": 3}, "num_hidden_layers=3"),
+        ("ulysses_attn", {"num_attention_heads": 8}, "num_attention_heads=8"),
+        ("zigzag_ring_attn", {"dtype": torch.bfloat16}, "torch.bfloat16"),
+        ("usp_attn", {"gradients": False}, "gradients of 0 weights"),
+        ("zigzag_ring_attn", {"frozen": True}, "gradients of 11 weights"),
+    ],
+)
+def test_ranks_that_run_different_things_are_refused(mode, changes, text):
+    for message in spawn(one_rank_runs_something_else, 3, mode, changes):
+        assert "rank 1" in message and text in message and "the same model" in message
+
+
 def labels_given(rank, world, by, mode):
     model = tiny_model()
     apply_seq_parallel_monkey_patch(mode, "llama" if by == "family" else model)

@@ -15,6 +15,9 @@ from .mesh import SeqParallelMesh, current_mesh
 from .modes import get_mode
 
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def prepare_seq_parallel_inputs(
     seq_algo: str,
     input_ids: torch.Tensor,
@@ -31,7 +34,8 @@ def prepare_seq_parallel_inputs(
 
     Args:
         seq_algo: name of the mode.
-        input_ids: `[B, S]` token ids of the whole sequence, the same on all ranks of a sequence-parallel group.
+        input_ids: `[B, S]` token ids of the whole sequence, the same on all ranks of a sequence-parallel group. They,
+            positions and targets are integers of any width.
         position_ids: `[B, S]` or `[1, S]`; None means 0..S-1. A fall to 0 starts a packed document.
         target_ids: `[B, S]` next tokens (already shifted by one), -100 where there is none; None stays None.
         rank, world_size: the global ones (`accelerator.process_index`, `accelerator.num_processes`). The process
@@ -73,12 +77,12 @@ def prepare_seq_parallel_inputs(
     own = layout.indices(layout.padded_length(length), sp_rank if layout.world > 1 else 0).to(input_ids.device)
     within, padding = own.clamp(max=length - 1), own >= length
     local = {
-        "local_input_ids": input_ids[:, within].to(device),
-        "local_position_ids": position_ids[:, within].to(device),
+        "local_input_ids": input_ids[:, within].to(device, torch.int64),
+        "local_position_ids": position_ids[:, within].to(device, torch.int64),
         "local_target_ids": None,
     }
     if target_ids is not None:
-        local["local_target_ids"] = target_ids[:, within].masked_fill(padding, IGNORE_INDEX).to(device)
+        local["local_target_ids"] = target_ids[:, within].long().masked_fill(padding, IGNORE_INDEX).to(device)
     if attention_mask is not None:
         local["local_attention_mask"] = attention_mask[:, within].masked_fill(padding, 0).to(device)
     return local
@@ -89,7 +93,7 @@ def _check_kinds(input_ids, attention_mask, **others) -> None:
         raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
     others = {name: ids for name, ids in others.items() if ids is not None}
     for name, ids in {"input_ids": input_ids, **others}.items():
-        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in INTEGERS:
             kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ValueError(f"{name} must be a tensor of integers, not {kind}")
 

@@ -80,8 +80,8 @@ def gather_sequence(
     for rank, other in enumerate(runs):
         if other != runs[0]:
             raise ValueError(
-                f"rank {rank} of the sequence-parallel group runs {other}, rank 0 {runs[0]}: load the same model on all "
-                "ranks, apply the same mode, and call it alike"
+                f"rank {rank} of the sequence-parallel group runs {other}, rank 0 {runs[0]}: load the same model on "
+                "all ranks, apply the same mode, and call it alike"
             )
     shapes = [tuple(shape[: local.dim()].tolist()) for shape in shapes]
     if len(set(shapes)) > 1:

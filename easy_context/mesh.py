@@ -33,6 +33,7 @@ class SeqParallelMesh:
 
 
 _mesh: SeqParallelMesh | None = None
+_world: dist.ProcessGroup | None = None  # that the mesh divides; after a restart of torch.distributed it is another
 _ring_degree_chosen = False
 
 
@@ -68,7 +69,7 @@ def init_seq_parallel(seq_parallel_size: int | None = None, ring_degree: int | N
     Raises ValueError, on every rank and before any communication, where the sizes do not divide the world or
     contradict an earlier call. Call it after `torch.distributed` is initialised (after creating the `Accelerator`).
     """
-    global _mesh, _ring_degree_chosen
+    global _mesh, _world, _ring_degree_chosen
     world = dist.get_world_size() if dist.is_initialized() else 1
     sp_size = world if seq_parallel_size is None else seq_parallel_size
     if sp_size < 1 or world % sp_size:
@@ -78,7 +79,7 @@ def init_seq_parallel(seq_parallel_size: int | None = None, ring_degree: int | N
             + ": start a multiple of it, or choose a divisor"
         )
     ring, ulysses = split_degrees(sp_size, ring_degree)
-    if _mesh is not None and _mesh.world_size == world:
+    if _mesh is not None and _world is _current_world():
         settled_size = seq_parallel_size in (None, _mesh.sp_size)
         if settled_size and ring_degree in (None, _mesh.ring_size):
             return _mesh
@@ -89,8 +90,12 @@ def init_seq_parallel(seq_parallel_size: int | None = None, ring_degree: int | N
                 "Call init_seq_parallel once, with both, before the other functions."
             )
     _ring_degree_chosen = ring_degree is not None
-    _mesh = _build(world, sp_size, ring, ulysses)
+    _mesh, _world = _build(world, sp_size, ring, ulysses), _current_world()
     return _mesh
+
+
+def _current_world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _build(world: int, sp_size: int, ring: int, ulysses: int) -> SeqParallelMesh:
@@ -121,8 +126,7 @@ def current_mesh(ring_degree: int | None = None) -> SeqParallelMesh:
     """The mesh in force; builds the default one (the whole world is one group) where none was asked for.
 
     `ring_degree` is what a caller insists on: ValueError where it contradicts an earlier choice."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if _mesh is None or _mesh.world_size != world:
+    if _mesh is None or _world is not _current_world():
         return init_seq_parallel(None, ring_degree)
     if ring_degree is not None and ring_degree != _mesh.ring_size:
         return init_seq_parallel(_mesh.sp_size, ring_degree)
@@ -130,6 +134,6 @@ def current_mesh(ring_degree: int | None = None) -> SeqParallelMesh:
 
 
 def reset_mesh() -> None:
-    """Forget the groups (after `destroy_process_group`, or to choose other sizes)."""
-    global _mesh, _ring_degree_chosen
-    _mesh, _ring_degree_chosen = None, False
+    """Forget the groups, to choose other sizes."""
+    global _mesh, _world, _ring_degree_chosen
+    _mesh, _world, _ring_degree_chosen = None, None, False

@@ -40,6 +40,8 @@ def test_shards_without_a_process_group_cover_the_sequence_once(mode, world):
         ({"input_ids": None}, "input_ids must be a tensor of integers, not NoneType"),
         ({"input_ids": [[1, 2]]}, "input_ids must be a tensor of integers, not list"),
         ({"target_ids": torch.ones(1, 4)}, "target_ids must be a tensor of integers, not torch.float32"),
+        ({"input_ids": torch.ones(1, 4) > 0}, "input_ids must be a tensor of integers, not torch.bool"),
+        ({"target_ids": torch.ones(1, 4) > 0}, "target_ids must be a tensor of integers, not torch.bool"),
         ({"attention_mask": [[1] * 4]}, "attention_mask must be a tensor, not list"),
         ({"attention_mask": torch.ones(1, 3)}, r"attention_mask \(1, 3\) do not fit input_ids \(1, 4\)"),
         ({"position_ids": torch.arange(3)[None]}, r"position_ids \(1, 3\) do not fit"),
@@ -50,6 +52,19 @@ def test_what_is_no_batch_is_refused(inputs, text):
     batch = {"input_ids": ids, "position_ids": None, "target_ids": None, "rank": 0, "world_size": 2, "device": "cpu"}
     with pytest.raises(ValueError, match=text):
         prepare_seq_parallel_inputs("zigzag_ring_attn", **{**batch, **inputs})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_integers_of_any_width_become_int64(dtype):
+    ids, targets = batch_of(13)
+    targets = targets.clamp(min=0)
+    given = ids.to(dtype), torch.arange(13, dtype=dtype)[None], targets.to(dtype)
+    for narrow, wide in zip(
+        prepare_seq_parallel_inputs("zigzag_ring_attn", *given, 0, 2, "cpu").values(),
+        prepare_seq_parallel_inputs("zigzag_ring_attn", ids, None, targets, 0, 2, "cpu").values(),
+        strict=True,
+    ):
+        assert narrow.dtype == torch.int64 and torch.equal(narrow, wide)
 
 
 def unshard_gradient(rank, world, mode):

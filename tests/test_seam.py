@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from harness import error, spawn, tiny_model
+from harness import error, free_port, spawn, tiny_model
 from test_models import EXACT, average_gradients, batch_of, check, gradients, parallel, serial, step
 
 from easy_context import (
@@ -279,6 +279,23 @@ def two_by_two(rank, world, ids, targets):
 def test_two_groups_of_two():
     ids, targets = batch_of(29, ignored=[(0, 0, 25)])
     check(spawn(two_by_two, 4, ids, targets), serial("llama", ids, targets), EXACT)
+
+
+def restarted(rank, world, ids, targets, port):
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    model = tiny_model().train()
+    init_seq_parallel(world, world)
+    step(model, "zigzag_ring_attn", ids, targets, rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    model.zero_grad()
+    return step(model, "zigzag_ring_attn", ids, targets, rank, world)
+
+
+def test_groups_are_built_anew_after_a_restart_of_torch_distributed():
+    ids, targets = batch_of(16)
+    check(spawn(restarted, 2, ids, targets, free_port()), serial("llama", ids, targets), EXACT)
 
 
 def test_a_length_shorter_than_the_world():

@@ -6,6 +6,7 @@ from one seed, agreed on by all ranks, and the epoch: the order of the samples a
 Nothing is communicated after that; every group reads its own share.
 """
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -48,6 +49,17 @@ class _EpochSampler(Sampler):
         return len(self.sampler)
 
 
+class _Rows(IterableDataset):
+    """The rows of a stream of `datasets`, in whose shards Accelerate sees none to deal out: a group whose shards have
+    fewer rows would end its epoch while the others wait for it."""
+
+    def __init__(self, stream: IterableDataset):
+        self.stream, self.set_epoch = stream, stream.set_epoch
+
+    def __iter__(self):
+        return iter(self.stream)
+
+
 def prepare_dataloader(seq_algo: str, dataloader: DataLoader, accelerator) -> DataLoader:
     """The loader to train from: equal within a sequence-parallel group, disjoint between data-parallel ones.
 
@@ -66,8 +78,10 @@ def prepare_dataloader(seq_algo: str, dataloader: DataLoader, accelerator) -> Da
     generators: seed these alike (`accelerate.utils.set_seed`). Iterable datasets that have a `set_epoch`
     shuffle as it tells them.
 
-    Raises ValueError for an unknown `seq_algo`.
+    Raises ValueError for an unknown `seq_algo`, and for a loader that cannot be divided or entered in the middle:
+    without a batch size, or with persistent workers, which keep the random state of earlier epochs.
     """
+    import datasets
     from accelerate.data_loader import prepare_data_loader
     from accelerate.utils import broadcast_object_list
 
@@ -76,6 +90,14 @@ def prepare_dataloader(seq_algo: str, dataloader: DataLoader, accelerator) -> Da
         data_rank, data_size = accelerator.process_index, accelerator.num_processes
     else:
         data_rank, data_size = current_mesh().data_rank, current_mesh().data_size
+
+    if dataloader.persistent_workers:
+        raise ValueError(
+            "persistent_workers=True: workers that outlive an epoch are not seeded by it, so a resumed run would read "
+            "other batches. Set it to False"
+        )
+    if data_size > 1 and dataloader.batch_size is None and getattr(dataloader, "batch_sampler", None) is None:
+        raise ValueError(f"batch_size=None: a loader without batches cannot be divided among {data_size} groups")
 
     iterable = isinstance(dataloader.dataset, IterableDataset)
     source = dataloader.dataset if iterable else getattr(dataloader.batch_sampler, "sampler", None)
@@ -92,6 +114,9 @@ def prepare_dataloader(seq_algo: str, dataloader: DataLoader, accelerator) -> Da
         source.set_epoch = reseed
     elif hasattr(source, "generator"):
         source.generator = generator
+    if iterable and data_size > 1 and isinstance(source, datasets.IterableDataset):
+        dataloader = copy.copy(dataloader)
+        vars(dataloader)["dataset"] = _Rows(source)  # torch refuses an assignment
     loader = prepare_data_loader(
         dataloader,
         accelerator.device,

@@ -166,6 +166,9 @@ def read_epochs(rank: int, world: int, mode: str, sp_size: int, kind: str):
     dataset = Stream() if kind == "stream" else Noisy()
     worker = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "augmented" else {}
     options = {} if kind == "stream" else {"shuffle": kind != "in order", **worker}
+    if kind == "sharded":  # into 5, 5, 5, 5 and 4 rows, by `datasets`
+        dataset = Dataset.from_dict({"index": range(COUNT)}).to_iterable_dataset(5).shuffle(0).with_format("torch")
+        options = {"num_workers": 1, "multiprocessing_context": "fork"}
     loader = prepare_dataloader(mode, DataLoader(dataset, batch_size=2, **options), accelerator)
     epochs = [list(loader), list(loader)]
     loader.set_epoch(1)
@@ -182,6 +185,7 @@ def read_epochs(rank: int, world: int, mode: str, sp_size: int, kind: str):
         ("ulysses_attn", 2, "stream"),
         ("dist_flash_attn", 4, "stream"),
         ("data_parallel", 1, "shuffled"),
+        ("usp_attn", 2, "sharded"),
     ],
 )
 def test_a_group_sees_the_same_batches_and_groups_share_nothing(mode, sp_size, kind):
@@ -191,6 +195,7 @@ def test_a_group_sees_the_same_batches_and_groups_share_nothing(mode, sp_size, k
     for epoch in range(2):
         seen = [i for group in groups for batch in group[0][0][epoch] for i in batch]
         assert sorted(seen) == list(range(COUNT))
+        assert len({len(group[0][0][epoch]) for group in groups}) == 1  # or the others wait for who ends first
     for (first, second, resumed), _ in ranks:
         assert resumed == second[2:]
         assert (first == second) == (kind == "in order")
@@ -217,6 +222,13 @@ def test_deepspeed_learns_the_batch_size_and_unknown_modes_are_refused():
     assert filled == {"train_micro_batch_size_per_gpu": 3}
     with pytest.raises(ValueError, match="unknown mode 'nonsense'"):
         prepare_dataloader("nonsense", DataLoader(Noisy()), accelerator)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": None}, {"num_workers": 1, "persistent_workers": True}])
+def test_loaders_that_cannot_be_divided_or_resumed_are_refused(options):
+    stand_in = SimpleNamespace(process_index=0, num_processes=2)
+    with pytest.raises(ValueError, match="batch_size=None|persistent_workers=True"):
+        prepare_dataloader("data_parallel", DataLoader(Noisy(), **options), stand_in)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ def load_haystack(args: argparse.Namespace, tokenizer, accelerator) -> list[list
     sentences = load_in_turns(accelerator, lambda: haystack_sentences(args.haystack_dir))
     haystack = tokenize_pieces(tokenizer, [f" {sentence}" for sentence in sentences])
     tokens = sum(map(len, haystack))
+    if not tokens:
+        raise ValueError(f"--haystack_dir {args.haystack_dir}: the tokenizer of --model has no tokens for its text")
     accelerator.print(f"haystack: {tokens:,} tokens in {len(haystack):,} sentences")
     if tokens < args.max_context_length:
         accelerator.print("longer contexts repeat it: give more text by --haystack_dir to avoid that")

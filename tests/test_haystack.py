@@ -1,9 +1,12 @@
 """Needle prompts: exact lengths, whole needles, sentence ends, under tokenizers of every kind."""
 
+from types import SimpleNamespace
+
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import eval_needle
 from easy_context.evaluation.haystack import haystack_sentences, split_sentences
 from easy_context.evaluation.needle import build_prompt, depth_grid, tokenize_pieces
 from easy_context.evaluation.runtime import leading_tokens
@@ -164,3 +167,32 @@ def test_own_haystack(tmp_path):
     assert haystack_sentences(str(tmp_path)) == ["First.", "Second.", "Third.", "Fourth."]
     with pytest.raises(ValueError, match="--haystack_dir"):
         haystack_sentences(str(tmp_path / "missing"))
+
+
+def test_sentences_of_other_scripts_are_found():
+    assert split_sentences("यह एक वाक्य है। यह दूसरा। نعم؟ لا۔") == ["यह एक वाक्य है।", "यह दूसरा।", "نعم؟", "لا۔"]
+
+
+@pytest.mark.parametrize("text", ["A log line without an end " * 100, "วันนี้อากาศดีมาก" * 200])
+def test_text_without_sentence_ends_is_cut(tmp_path, text):
+    """In one sentence as long as the text a needle would stand at its start or its end, at every depth."""
+    (tmp_path / "a.txt").write_text(f"Short one. {text}", encoding="utf-8-sig")
+    first, *others = haystack_sentences(str(tmp_path))
+    assert first == "Short one." and len(others) > 5 and max(map(len, others)) <= 400
+    joint = " " if " " in text else ""
+    assert joint.join(others) == text.strip()
+
+
+def test_a_haystack_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "latin.txt").write_bytes("Grüße.".encode("latin-1"))
+    with pytest.raises(ValueError, match="--haystack_dir: .*latin.txt is no UTF-8 text"):
+        haystack_sentences(str(tmp_path))
+    (tmp_path / "latin.txt").write_text("你好。", encoding="utf-8")
+
+    def drops_what_it_does_not_know(texts, **_):
+        return {"input_ids": [7] if isinstance(texts, str) else [[7]] * len(texts)}
+
+    monkeypatch.setattr(eval_needle, "load_in_turns", lambda accelerator, load: load())
+    args = SimpleNamespace(haystack_dir=str(tmp_path), max_context_length=600)
+    with pytest.raises(ValueError, match="--haystack_dir .*no tokens for its text"):
+        eval_needle.load_haystack(args, drops_what_it_does_not_know, None)

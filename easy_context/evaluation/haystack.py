@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
-SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[^\W_a-z])|(?<=[。！？])")
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[^\W_a-z])|(?<=[。！？।॥؟۔።။។])")
+LONG_SENTENCE = re.compile(r".{1,400}(?:\s|$)|.{1,400}")
 PROSE = re.compile(r"[A-Z][\w ,;:'\"()\-./!?`]{38,400}[.!?]", re.ASCII)
 DOCSTRING = re.compile(r'^[ \t]*[rR]?"""(.+?)"""', re.MULTILINE | re.DOTALL)
 NOT_PROSE = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
@@ -36,7 +37,9 @@ def split_sentences(text: str) -> list[str]:
 def haystack_sentences(directory: str | None = None) -> list[str]:
     """The sentences of `directory`'s `*.txt` files in order of their names, or of the default text.
 
-    Raises ValueError (`--haystack_dir`) where there is no such directory, or no text in it.
+    A text whose sentences have no end that is known here (logs, lower case, Thai) is cut at spaces: needles stand
+    between sentences, and would all be at its start or its end.
+    Raises ValueError (`--haystack_dir`) where there is no such directory, or no UTF-8 text in it.
     """
     if directory is None:
         prose = (s for text in _python_texts() for s in split_sentences(text) if PROSE.fullmatch(s))
@@ -44,10 +47,18 @@ def haystack_sentences(directory: str | None = None) -> list[str]:
     files = sorted(Path(directory).glob("*.txt"))
     if not files:
         raise ValueError(f"--haystack_dir {directory}: no *.txt files there")
-    sentences = [s for file in files for s in split_sentences(file.read_text(encoding="utf-8"))]
+    found = [sentence for file in files for sentence in split_sentences(_read(file))]
+    sentences = [part.strip() for sentence in found for part in LONG_SENTENCE.findall(sentence)]
     if not sentences:
         raise ValueError(f"--haystack_dir {directory}: its *.txt files hold no text")
     return sentences
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--haystack_dir: {file} is no UTF-8 text ({error})") from error
 
 
 def _python_texts() -> Iterator[str]:

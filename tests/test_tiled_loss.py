@@ -162,12 +162,16 @@ def test_the_head_keeps_its_forward_after_an_error():
     assert head(hidden).shape == (*targets.shape, VOCAB)
 
 
-def test_bad_shapes_are_named():
+def test_bad_shapes_and_devices_are_named():
     hidden, head, targets = problem()
     with pytest.raises(ValueError, match="targets"):
         seq_parallel_loss_from_hidden(hidden, head, targets[:, 1:])
     with pytest.raises(ValueError, match="targets"):
         seq_parallel_loss(head(hidden), targets[:, 1:])
+    with pytest.raises(ValueError, match="targets are on meta, the model's output on cpu"):
+        seq_parallel_loss(head(hidden), targets.to("meta"))
+    with pytest.raises(ValueError, match="targets are on meta, the model's output on cpu"):
+        seq_parallel_loss_from_hidden(hidden, head, targets.to("meta"))
     with pytest.raises(ValueError, match="tile_size"):
         seq_parallel_loss_from_hidden(hidden, nn.Sequential(head), targets)
     with pytest.raises(ValueError, match="tile_size"):

@@ -118,9 +118,7 @@ class PlannedLayer:
     def __call__(self, hidden_states: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor]:
         kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if CONTEXT not in kwargs:
-            raise ValueError(
-                "a memory plan needs the model patched: apply_seq_parallel_monkey_patch, or remove_memory_plan"
-            )
+            raise ValueError("a plan needs a patched model: apply_seq_parallel_monkey_patch, or remove_memory_plan")
         if kwargs.get("position_embeddings") is None:
             raise ValueError(f"{type(self.layer).__name__} is not handed its rotary embedding: no memory plan for it")
         refuse_checkpointing(self.layer)

@@ -102,6 +102,8 @@ def _rows_per_tile(vocab_size: int, tile_size: int | None, device: torch.device)
 def _check_shapes(rows: Tensor, targets: Tensor) -> None:
     if targets.shape != rows.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} must have the leading shape of {tuple(rows.shape)}")
+    if targets.device != rows.device:
+        raise ValueError(f"targets are on {targets.device}, the model's output on {rows.device}: shard to that device")
 
 
 @torch.compiler.disable  # a compiled call would run on without the substituted forward

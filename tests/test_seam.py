@@ -121,6 +121,16 @@ def test_a_copy_first_called_after_removal_is_refused_until_it_is_patched_or_rem
     assert all(error(copied(ids).logits, truth) < EXACT for copied in copies)
 
 
+def test_copies_of_a_model_that_was_never_called_are_restored():
+    """As a reference model that is copied right after loading."""
+    apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    copied = copy.deepcopy(tiny_model())
+    truth, ids = copied(batch_of(12)[0]).logits, batch_of(12)[0]
+    remove_seq_parallel_monkey_patch()
+    assert copied.config._attn_implementation == "sdpa"
+    assert error(copied(ids).logits, truth) < EXACT
+
+
 def test_saving_a_patched_model_saves_no_patch(tmp_path):
     apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
     tiny_model().save_pretrained(tmp_path)

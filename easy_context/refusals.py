@@ -4,9 +4,10 @@ Everything here raises ValueError from what all ranks see alike, before any comm
 may see alone, a wrong mask, is returned as text for `agreement.gather_sequence` to raise on all of them.
 """
 
+import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -101,6 +102,21 @@ def refuse_layer(module, query, key, value, mask, kwargs: dict) -> None:
     for what, present in faults.items():
         if present:
             raise ValueError(f"{type(module).__name__}: {what} is not supported by sharded attention")
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Decorates the `backward` of a `torch.autograd.Function` whose gradients are numbers, no functions of the inputs.
+
+    torch's own decorator refuses second derivatives through the gradient that a backward is handed; those through what
+    the forward saved it takes for zero (a gradient penalty, a Hessian times a vector)."""
+
+    @functools.wraps(backward)
+    def checked(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise ValueError("create_graph=True: second derivatives of sharded or tiled parts are not supported")
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 def refuse_dropout(module: nn.Module) -> None:

@@ -12,6 +12,13 @@ from harness import error, free_port, spawn, tiny_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from easy_context import (
+    MemoryPlan,
+    apply_memory_plan,
+    apply_seq_parallel_monkey_patch,
+    remove_seq_parallel_monkey_patch,
+    tile_rows,
+)
 from easy_context.loss import (
     CausalLMWithLoss,
     global_num_items,
@@ -107,6 +114,25 @@ def test_model_with_loss_equals_the_models_own_logits(family, settings, transfor
     assert error(token_nll(model, tokens, positions, targets), each) < tolerance
     for mine, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
         assert error(mine, theirs) < tolerance
+
+
+@pytest.mark.parametrize("by", ["logits", "hidden", "attention", "plan", "tiles"])
+def test_second_derivatives_are_refused(by):
+    """torch's once_differentiable lets those pass that do not run through the gradient that it is handed: as zero."""
+    model, (tokens, positions, targets) = tiny_model(), ids()
+    if by in ("attention", "plan"):
+        apply_seq_parallel_monkey_patch("zigzag_ring_attn", model)
+    if by == "plan":
+        apply_memory_plan(model, MemoryPlan.uniform(2))
+    if by == "tiles":
+        tile_rows(model.model.layers[0].mlp, 4)
+    loss = CausalLMWithLoss(model)(tokens, positions, targets)[0]
+    if by != "hidden":
+        logits = model(tokens, position_ids=positions).logits
+        loss = seq_parallel_loss(logits, targets)[0] if by == "logits" else logits.square().sum()
+    with pytest.raises(ValueError, match="create_graph=True"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    remove_seq_parallel_monkey_patch()
 
 
 def test_a_compiled_model_with_loss_trains():

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..refusals import once_differentiable
+
 
 class Gradients:
     """Sums of weights' gradients, in float32 or more."""
@@ -54,7 +56,7 @@ def references_to_a_gradient() -> int:
             return x.clone()
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
+        @once_differentiable
         def backward(ctx, dy):
             counts.append(references(dy))
             return dy

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..modes import Mode
 from ..monkey_patch import CONTEXT, decoder_of, layer_context
-from ..refusals import refuse_dropout
+from ..refusals import once_differentiable, refuse_dropout
 from . import phases
 from .checkpoints import Checkpoint, PlannedModel
 from .fused import fuse_rows, unfuse_rows
@@ -144,7 +144,7 @@ class _Planned(torch.autograd.Function):
         return call.forward(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         held = references(dy) - references_to_a_gradient() - gradients_held_unread(ctx.call.planned.layer)
         dx, gradients = ctx.call.backward(dy.clone() if held > 0 or dy._is_view() else dy)

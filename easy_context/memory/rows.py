@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fusion import compiled, why_no_triton
-from ..refusals import refuse_dropout, refusing_random_numbers
+from ..refusals import once_differentiable, refuse_dropout, refusing_random_numbers
 from . import phases
 from .gradients import Gradients
 from .leaf import gather_whole
@@ -76,7 +76,7 @@ class _Tiled(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         (x,) = ctx.saved_tensors
         half = phases.twin(ctx.how.module)

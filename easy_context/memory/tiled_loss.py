@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..fusion import compiled, why_no_triton
+from ..refusals import once_differentiable
 from .rows import tiles
 
 IGNORE_INDEX = -100
@@ -237,7 +238,7 @@ class _LinearNll(torch.autograd.Function):
         return nll.sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, scale):
         def scaled(gradient, dtype):
             if gradient is not None:
@@ -257,7 +258,7 @@ class _LogitsNll(torch.autograd.Function):
         return torch.cat([_tile_nll(*pair, None, False)[0] for pair in pairs]).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, scale):
         logits, targets = ctx.saved_tensors
         gradient = torch.empty_like(logits)

@@ -18,6 +18,7 @@ from ..blocks import Block, Documents, Scores, plan_blocks
 from ..comm import Comm, ProcessGroupComm
 from ..layout import Layout, Span
 from ..mesh import SeqParallelMesh
+from ..refusals import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dout):
         mode, context, kv_heads = ctx.call
         with torch.autocast(dout.device.type, enabled=False):

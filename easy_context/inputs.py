@@ -14,7 +14,6 @@ from .memory.tiled_loss import IGNORE_INDEX
 from .mesh import SeqParallelMesh, current_mesh
 from .modes import get_mode
 
-
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

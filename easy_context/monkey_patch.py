@@ -116,7 +116,7 @@ def remove_seq_parallel_monkey_patch() -> None:
         del base.__call__, base._check_and_adjust_attn_implementation
     _families.clear()
     for decoder, attachment in _attached.items():
-        _asked_for.setdefault(decoder, None)
+        _asked_for.setdefault(decoder, None)  # of a copy nothing is known
         attachment.detach()
     _attached.clear()
     for model, name in list(_asked_for.items()):
@@ -199,8 +199,7 @@ def _attach(decoder: nn.Module) -> Attachment:
         refuse_decoder(decoder)
         held = [hook for hook in decoder._forward_pre_hooks.values() if isinstance(hook, Attachment)]
         if not held:
-            name = decoder.config._attn_implementation
-            _asked_for.setdefault(decoder, None if name == NAME else name)  # of a copy nothing is known
+            _asked_for.setdefault(decoder, None if (name := decoder.config._attn_implementation) == NAME else name)
             decoder.config._attn_implementation = NAME
         _attached[decoder] = held[0] if held else Attachment(decoder)
     return _attached[decoder]

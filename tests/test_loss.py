@@ -136,7 +136,7 @@ def test_second_derivatives_are_refused(by):
 
 
 def test_a_compiled_model_with_loss_trains():
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     tokens, positions, targets = ids()
     logits = model(tokens, position_ids=positions).logits
     truth = cross_entropy_sum(logits, targets) / (targets != -100).sum()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -266,22 +267,26 @@ def test_a_used_output_directory_is_refused_once_and_by_all(material, tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"--dataset": "/nowhere"}, "no such file or directory"),
-        ({"--model": "/nowhere"}, "/nowhere"),
-        ({"--batch-size": 25}, "24 sequences, fewer than --batch-size"),
-        ({"--resume": ""}, "has no complete checkpoint"),
-        ({"--keep": "3xattention:host"}, "other than the model's 2 layers"),
-        ({"--keep": "attention:host", "--host-memory": "10KB"}, "host memory"),
-    ],
-)
-def test_faults_end_in_one_line(material, tmp_path, flags, message):
-    run = start("serial", material, tmp_path / "output", **flags)
-    lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    assert run.returncode == 2 and len(lines) == 1 and message in lines[0], run.stderr
-    assert "Traceback" not in run.stderr
+FAULTS = [
+    ({"--dataset": "/nowhere"}, "no such file or directory"),
+    ({"--model": "/nowhere"}, "/nowhere"),
+    ({"--batch-size": 25}, "24 sequences, fewer than --batch-size"),
+    ({"--resume": ""}, "has no complete checkpoint"),
+    ({"--keep": "3xattention:host"}, "other than the model's 2 layers"),
+    ({"--keep": "attention:host", "--host-memory": "10KB"}, "host memory"),
+]
+
+
+def test_faults_end_in_one_line(material, tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(start, "serial", material, tmp_path / str(number), **flags)
+            for number, (flags, _) in enumerate(FAULTS)
+        ]
+    for run, (_, message) in zip([run.result() for run in runs], FAULTS, strict=True):
+        lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+        assert run.returncode == 2 and len(lines) == 1 and message in lines[0], run.stderr
+        assert "Traceback" not in run.stderr
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(runs, material, tmp_path):

@@ -43,10 +43,9 @@ def prepare_seq_parallel_inputs(
         attention_mask: `[B, S]`, 0 for padding (left or right), of a padded batch.
         ring_degree: degree of the ring in `usp_attn`, where `init_seq_parallel` did not say it already.
 
-    Returns `local_input_ids`, `local_position_ids`, `local_target_ids` (None without targets), each `[B, S_local]` in
-    the dtype that was given, on `device`. A length that does not divide is padded at the end: the padding repeats the
-    last token and position and has target -100. With an attention_mask also `local_attention_mask`, to be passed to
-    the model.
+    Returns `local_input_ids`, `local_position_ids`, `local_target_ids` (None without targets), each `[B, S_local]`
+    int64 on `device`. A length that does not divide is padded at the end: the padding repeats the last token and
+    position and has target -100. With an attention_mask also `local_attention_mask`, to be passed to the model.
 
     Raises ValueError, on every rank of the group, for an unknown mode, an empty sequence, shapes that do not fit, or
     ranks that hold different batches.

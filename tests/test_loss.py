@@ -16,7 +16,6 @@ from easy_context import (
     MemoryPlan,
     apply_memory_plan,
     apply_seq_parallel_monkey_patch,
-    remove_seq_parallel_monkey_patch,
     tile_rows,
 )
 from easy_context.loss import (
@@ -132,7 +131,6 @@ def test_second_derivatives_are_refused(by):
         loss = seq_parallel_loss(logits, targets)[0] if by == "logits" else logits.square().sum()
     with pytest.raises(ValueError, match="create_graph=True"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    remove_seq_parallel_monkey_patch()
 
 
 def test_a_compiled_model_with_loss_trains():

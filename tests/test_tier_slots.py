@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import test_tiers
@@ -64,6 +65,28 @@ def test_the_host_memory_figure_wins(pool, monkeypatch):
     pool.require(250)
     with pytest.raises(MemoryError, match="host tier"):
         pool.require(251)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what it does with memory")
+@pytest.mark.parametrize("size", [1, 12_345, 5 * 2**20 + 1])
+def test_what_is_page_locked_is_there_and_no_childs(pool, size):
+    """All pages made before they are locked, large ones if the system has them, and none of them in a forked child."""
+    lease = pool.take(size)
+    assert not lease.slot.bytes.any()
+    made, flags = mapping_of(lease.slot.bytes)
+    assert made >= size
+    assert "dc" in flags  # do not copy on fork
+    assert ("hg" in flags) == host_pool_module.HUGE_PAGES.exists()
+
+
+def mapping_of(memory):
+    """Of the mapping that holds `memory`: bytes that are there, and the kernel's flags (proc_pid_smaps(5))."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    ranges = [(i, [int(end, 16) for end in line.split()[0].split("-")]) for i, line in enumerate(lines) if "-" in line]
+    first = next(i for i, (low, high) in ranges if low <= memory.data_ptr() < high)
+    last = next(i for i, line in enumerate(lines) if i > first and line.startswith("VmFlags"))
+    fields = dict(line.split(":", 1) for line in lines[first + 1 : last + 1])
+    return int(fields["Rss"].split()[0]) * 1024, fields["VmFlags"].split()
 
 
 def test_memory_that_cannot_be_page_locked_is_named(pool, monkeypatch):

@@ -1,6 +1,8 @@
 """Tiers on a GPU: copies beside compute, late, interrupted, failed; bit-identical, and nothing leaks."""
 
 import gc
+import os
+import signal
 import time
 
 import pytest
@@ -212,3 +214,23 @@ def test_a_full_disk_ends_the_step_without_a_hang(gpu_store, monkeypatch):
     kept = gpu_store.keep(gpu_rows(1), "disk", CHUNK)
     gpu_store.settle()
     assert torch.equal(kept.tensor(), gpu_rows(1))
+
+
+@cuda
+@needs_gpu
+def test_a_forked_child_changes_nothing():
+    """While a child lives, as a data loader's workers do, the GPU reads what the parent writes."""
+    memory = host_pool_module.HostMemory(4 * 2**20, torch.device("cuda")).bytes
+    rows = torch.empty(memory.nbytes, dtype=torch.uint8, device="cuda")
+    rows.copy_(memory, non_blocking=True)
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        memory.fill_(7)
+        rows.copy_(memory, non_blocking=True)
+        assert bool((rows == 7).all())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -1,6 +1,6 @@
 """Slots that are used again: host buffers and files that steps take and give back, in one pool for each kind.
 
-Making a slot is dear (page-locking runs at about 2.3 GiB/s), so a step takes what the step before gave back. Sizes
+Making a slot is dear (page-locking runs at some GiB/s), so a step takes what the step before gave back. Sizes
 are exact. A slot serves a smaller request, down to a quarter of its size, since batches may vary in length; otherwise
 a request makes a new slot in place of the idle one nearest in size, so that a pool never holds more slots than were in
 use at once, nor sizes that nobody asks for any more.

@@ -1,9 +1,9 @@
 """Times of systems, taken in turns so that drift hits all alike.
 
 A GPU at its power limit owes its speed to what ran before: after a system that draws little power, the next one is
-faster for a tenth of a second or more. So before each sample a system runs untimed until the GPU is in that system's
-own state; and where there are several GPUs, all start the sample together, as they do in training, where the exchange
-of the layer before has just ended.
+faster for a tenth of a second or more; and its clock goes up and down, by a fifth within tenths of a second. So a
+system runs untimed until the GPU is in that system's own state, then a sample is as many forwards and backwards again,
+one behind the other as the layers of a model are. Several GPUs start it together.
 """
 
 import math
@@ -17,7 +17,7 @@ from systems import System
 from workload import Workload
 
 HEAD_START = 20_000_000  # GPU cycles, 10 ms: in training the host runs ahead of the GPU
-UNTIMED = 0.25  # seconds that a system runs before each of its samples on a GPU
+PERIOD = 0.25  # seconds that a sample takes on a GPU, or one run if that takes longer; and as long before, untimed
 
 
 class Clock:
@@ -67,8 +67,7 @@ def measure(systems: list[System], work: Workload, device: torch.device, repeats
     the slowest process; None for those that failed. One round more warms up; peers that fail in it are dropped."""
     inputs = Inputs(work, device)
     first = virtual or dist.get_rank() == 0
-    cuda = device.type == "cuda"
-    samples, untimed = [[] for _ in systems], [int(cuda)] * len(systems)
+    samples, runs = [[] for _ in systems], [1] * len(systems)
     for turn in range(repeats + 1):
         for index in Random(turn).sample(range(len(systems)), len(systems)):  # the same order on every process
             system = systems[index]
@@ -79,37 +78,46 @@ def measure(systems: list[System], work: Workload, device: torch.device, repeats
             seconds = [0.0, 0.0]
             if first or system.threads is None:
                 try:
-                    for _ in range(untimed[index]):
-                        _run(system, *inputs.of(system), Clock(device))
-                    seconds = _sample(system, *inputs.of(system), device, together=not virtual)
+                    seconds = _sample(system, *inputs.of(system), runs[index], device, together=not virtual)
                 except Exception as error:
                     if system.name == "easy_context" or turn > 0:
                         raise
                     system.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             samples[index].append(seconds)
-        if turn == 0 and cuda:
-            untimed = [0 if s.failure else _untimed(taken, virtual) for s, taken in zip(systems, samples, strict=True)]
+        if turn == 0 and device.type == "cuda":
+            runs = [1 if s.failure else _fill(taken, virtual) for s, taken in zip(systems, samples, strict=True)]
     return [
         None if system.failure is not None else _slowest(taken[1:], virtual)
         for system, taken in zip(systems, samples, strict=True)
     ]
 
 
-def _sample(
-    system: System, leaves: list[torch.Tensor], dout: torch.Tensor, device: torch.device, together: bool
-) -> list[float]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(system.threads or threads)
+def start_together(device: torch.device, together: bool) -> None:
+    """On a GPU, what is launched from here on waits for the host's head start and, if `together`, for the others'."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda._sleep(HEAD_START)
         if together:
             dist.all_reduce(torch.zeros(1, device=device))
+
+
+def _sample(
+    system: System, leaves: list[torch.Tensor], dout: torch.Tensor, runs: int, device: torch.device, together: bool
+) -> list[float]:
+    """Seconds of a forward, and of a forward and backward: means of `runs`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(system.threads or threads)
+    if device.type == "cuda":
+        for _ in range(runs):
+            _run(system, leaves, dout, Clock(device))
+    start_together(device, together)
     clock = Clock(device)
-    _run(system, leaves, dout, clock)
-    seconds = clock.seconds()
+    for _ in range(runs):
+        _run(system, leaves, dout, clock)
+    moments = [0.0, *clock.seconds()]
     torch.set_num_threads(threads)
-    return seconds
+    forward = sum(end - start for start, end in zip(moments[::3], moments[1::3], strict=True))
+    return [forward / runs, moments[-1] / runs]
 
 
 def _run(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, clock: Clock) -> None:
@@ -124,9 +132,9 @@ def _run(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, clock: 
         clock.mark()
 
 
-def _untimed(first_sample: list[list[float]], virtual: bool) -> int:
-    """How many runs take `UNTIMED`; the same number on every process."""
-    return math.ceil(UNTIMED / _slowest(first_sample, virtual)[1])
+def _fill(first_sample: list[list[float]], virtual: bool) -> int:
+    """How many runs take `PERIOD`; the same number on every process."""
+    return math.ceil(PERIOD / _slowest(first_sample, virtual)[1])
 
 
 def _slowest(samples: list[list[float]], virtual: bool) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from measure import UNTIMED
+from measure import PERIOD
 from systems import MODES, System
 from workload import Workload, limit, link_time
 
@@ -133,7 +133,7 @@ def device_name(kind: str) -> str:
 def _method(args: argparse.Namespace) -> str:
     samples = f"medians of {args.repeats} samples, systems in turns"
     if torch.cuda.is_available() and args.backend != "gloo":
-        samples += f", each sample behind {UNTIMED} s of the same system"
+        samples += f", each {PERIOD} s (or one run) behind as much of the same system, untimed"
     if args.virtual_ranks:
         return (
             f"ranks of a world of {args.virtual_ranks} played on one device with copies as messages, all systems "

@@ -2,8 +2,8 @@
 
 On CUDA every kernel and copy has a place: attention (on the compute stream), merges of partial results, other work on
 that stream, and exchange (NCCL, or the copies that stand in for it, on streams of their own). `hidden` is the part of
-the exchange during which the compute stream works, `idle` what the compute stream waits. On CPU, operators by the time
-spent in themselves.
+the exchange during which the compute stream works, `idle` what the compute stream waits. Where several GPUs take part,
+it is a run that all began together, once the system had run. On CPU, operators by the time spent in themselves.
 """
 
 import json
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from measure import Inputs
+import torch.distributed as dist
+from measure import Inputs, start_together
 from systems import System
 from torch.profiler import ProfilerActivity, profile
 
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
+BEFORE = ("spin_kernel", "AllReduce")  # the kernels of `start_together`
 TOP = 12
 
 
@@ -43,11 +45,14 @@ def timelines(systems: list[System], inputs: Inputs, device: torch.device, rank:
 def timeline(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, device: torch.device) -> str:
     """Markdown for one forward and backward of a system that has run before."""
     cuda = device.type == "cuda"
-    for leaf in leaves:
-        leaf.grad = None
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
-        with system.around():
+    together = cuda and dist.get_backend() == "nccl"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler, system.around():
+        if cuda:
             system.attend(*leaves).backward(dout)
+        start_together(device, together)
+        for leaf in leaves:
+            leaf.grad = None
+        system.attend(*leaves).backward(dout)
         if cuda:
             torch.cuda.synchronize()
     if not cuda:
@@ -56,7 +61,7 @@ def timeline(system: System, leaves: list[torch.Tensor], dout: torch.Tensor, dev
     with tempfile.TemporaryDirectory() as place:
         trace = Path(place) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        spans = spans_of(json.loads(trace.read_text())["traceEvents"])
+        spans = last_run(spans_of(json.loads(trace.read_text())["traceEvents"]))
     return f"{shares(spans)}\n\n{_top(_by_name(spans))}" if spans else "The profiler saw nothing on the GPU."
 
 
@@ -64,6 +69,12 @@ def spans_of(events: list[dict]) -> list[Span]:
     """The spans of a chrome trace."""
     found = [event for event in events if event.get("cat") in ON_GPU]
     return [Span(e["name"], e["args"]["stream"], e["ts"], e["ts"] + e["dur"]) for e in found]
+
+
+def last_run(spans: list[Span]) -> list[Span]:
+    """Those behind the common start."""
+    marks = [min((span.end for span in spans if word in span.name), default=0) for word in BEFORE]
+    return [span for span in spans if span.start >= max(marks)]
 
 
 def kind(span: Span, compute: int) -> str:

@@ -21,6 +21,7 @@ extras["test"] = [
     *extras["quickstart"],
     "pre-commit>=4",
     "pytest>=8",
+    "pytest-xdist>=3",
     "pyyaml>=6",
     "ruff>=0.14",
 ]

@@ -6,15 +6,18 @@ layer, gather with `unshard_sequence`. Bytes moved per call are those of the mod
 """
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .blocks import Block, Documents
-from .comm import Comm
 from .layout import Layout, Span
-from .mesh import current_mesh
+from .mesh import SeqParallelMesh, current_mesh
 from .modes import AttentionContext, Mode, get_mode
 from .modes.base import groups_of
+
+SEQUENCES = 16  # whose plans are held
+_plans: WeakKeyDictionary[SeqParallelMesh, dict[tuple, dict]] = WeakKeyDictionary()
 
 
 def shard_sequence(seq_algo: str, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -22,7 +25,9 @@ def shard_sequence(seq_algo: str, whole: torch.Tensor, dim: int = 1) -> torch.Te
 
     A length that does not divide is padded at the end with copies of the last entry; tell the true length to
     `sequence_parallel_attention` and `unshard_sequence`. Differentiable. ValueError for an empty sequence."""
-    layout, rank, _ = _here(get_mode(seq_algo))
+    mesh = current_mesh()
+    layout = _layout(get_mode(seq_algo), mesh)
+    rank = mesh.sp_rank if layout.world > 1 else 0
     length = whole.shape[dim]
     if length == 0:
         raise ValueError("an empty sequence cannot be sharded")
@@ -82,7 +87,8 @@ def sequence_parallel_attention(
     mode = get_mode(seq_algo)
     if context == "replicated":
         mode = get_mode("data_parallel")
-    layout, _, groups = _here(mode)
+    mesh = current_mesh()
+    layout = _layout(mode, mesh)
     padded = k.shape[1] * layout.world
     length = padded if length is None else length
     if not 0 < length <= padded:
@@ -95,10 +101,12 @@ def sequence_parallel_attention(
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "softcap": softcap,
         "kernel": kernel,
-        **groups,
+        **groups_of(mesh),
     }
     if context == "self":
-        ctx = AttentionContext(documents=_with_padding(documents, length, padded, causal), **settings)
+        documents = _with_padding(documents, length, padded, causal)
+        plans = _plans_of(mesh, mode.name, layout, padded, documents)
+        ctx = AttentionContext(documents=documents, _plans=plans, **settings)
     else:
         ctx = CrossContext(length=length, **settings)
     mode.validate(ctx, q.shape[2], k.shape[2])
@@ -115,11 +123,16 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"q, k and v differ in dtype or device: {[(t.dtype, t.device) for t in (q, k, v)]}")
 
 
-def _here(mode: Mode) -> tuple[Layout, int, dict[str, Comm]]:
-    """The layout of the mode on this mesh, this rank's place in it, and the groups of an `AttentionContext`."""
-    mesh = current_mesh()
-    layout = mode.layout(mesh.sp_size, mesh.ring_size)
-    return layout, mesh.sp_rank if layout.world > 1 else 0, groups_of(mesh)
+def _layout(mode: Mode, mesh: SeqParallelMesh) -> Layout:
+    return mode.layout(mesh.sp_size, mesh.ring_size)
+
+
+def _plans_of(mesh: SeqParallelMesh, *sequence) -> dict:
+    """What earlier calls found out about a sequence: a model's layers all ask for the same one."""
+    known = _plans.setdefault(mesh, {})
+    if sequence not in known and len(known) == SEQUENCES:
+        known.clear()
+    return known.setdefault(sequence, {})
 
 
 def _with_padding(documents: Documents | None, length: int, padded: int, causal: bool) -> Documents | None:
@@ -128,7 +141,8 @@ def _with_padding(documents: Documents | None, length: int, padded: int, causal:
     Raises ValueError for borders that do not ascend from 0 to `length`."""
     if documents is None:
         return None if causal or length == padded else ((0, length, padded),)
-    if any((*row[:1], *row[-1:]) != (0, length) or list(row) != sorted(set(row)) for row in documents):
+    documents = tuple(map(tuple, documents))
+    if any((*row[:1], *row[-1:]) != (0, length) or row != tuple(sorted(set(row))) for row in documents):
         raise ValueError(f"documents must ascend from 0 to length={length} in every row, not {documents}")
     return documents if length == padded else tuple((*row, padded) for row in documents)
 

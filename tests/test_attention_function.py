@@ -7,7 +7,9 @@ import torch.distributed as dist
 from harness import error, spawn
 from torch import nn
 
-from easy_context import sequence_parallel_attention, shard_sequence, unshard_sequence
+from easy_context import attention, sequence_parallel_attention, shard_sequence, unshard_sequence
+from easy_context.mesh import current_mesh
+from easy_context.modes import base
 
 MODES = ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"]
 EXACT = 1e-12
@@ -103,6 +105,29 @@ def test_documents(causal):
 
 def test_documents_with_windows():
     check(3, 4, 2, 45, {"causal": True, "window": 4, "documents": ((0, 3, 30, 45), (0, 22, 45))})
+
+
+def test_layers_share_what_is_found_out_about_a_sequence(monkeypatch):
+    """Which blocks there are is found once for calls over the same sequence and mask, and forgotten in the end."""
+    found, q = [], draw(1, 64, 2, 8)
+    plan = base.plan_blocks
+    monkeypatch.setattr(base, "plan_blocks", lambda *spans, **masks: found.append(masks) or plan(*spans, **masks))
+    for documents in [None, ((0, 10, 64),), [[0, 10, 64]], ((0, 11, 64),), None]:
+        for causal, length in [(True, 64), (False, 64), (False, 60)]:
+            if documents is None or length == 64:
+                sequence_parallel_attention(q, q, q, causal=causal, length=length, documents=documents)
+    assert [(masks["causal"], masks["documents"]) for masks in found] == [
+        (True, None),
+        (False, None),
+        (False, ((0, 60, 64),)),
+        (True, ((0, 10, 64),)),
+        (False, ((0, 10, 64),)),
+        (True, ((0, 11, 64),)),
+        (False, ((0, 11, 64),)),
+    ]
+    for border in range(1, 60):
+        sequence_parallel_attention(q, q, q, documents=((0, border, 64),))
+    assert len(attention._plans[current_mesh()]) <= attention.SEQUENCES
 
 
 def calls_of_two(rank, world):

@@ -84,7 +84,7 @@ class ProcessGroupComm:
             _connected.add(self.group)
 
     def _op(self, function, tensor: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(function, tensor, dist.get_global_rank(self.group, peer), self.group)
+        return dist.P2POp(function, tensor, group=self.group, group_peer=peer)
 
     def all_to_all(
         self, send: torch.Tensor, received: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]

@@ -103,12 +103,15 @@ class Steps(list[Step]):
 
     def __init__(self, rank: int, schedule: Schedule, spans: list[list[Span]], plan: Callable[..., list[Block]]):
         self.rank, self.spans, self.plan = rank, spans, plan
+        self._keys: dict[Task, slice] = {}
         super().__init__(map(self._step, schedule))
 
     def keys(self, task: Task) -> slice:
         """The range of the shard's keys that the task's blocks touch: what is sent of it."""
-        blocks = self._blocks(task)
-        return slice(min(b.k.start for b in blocks), max(b.k.stop for b in blocks))
+        if task not in self._keys:
+            blocks = self._blocks(task)
+            self._keys[task] = slice(min(b.k.start for b in blocks), max(b.k.stop for b in blocks))
+        return self._keys[task]
 
     def count_for_queries(self) -> int:
         """How many results the rank's queries get: one of each block computed here, one of each task elsewhere."""

@@ -23,9 +23,9 @@ from ..kernels.base import lse_dtype
 
 # Bytes of q, k and v that a rank sends of a chunk, at least. Two H200 exchange 64 MiB at 264 GB/s, 256 MiB at 301: of
 # the 192 MiB of 32K tokens a GPU (32 query and 8 KV heads of 128 in bf16) 0.7 ms show whole and 0.4 ms in two chunks,
-# and again as much of each of the three other exchanges of a layer. At 8K tokens halves of 24 MiB would save 0.1 ms of
-# a forward of 1.5 ms: no more than a second kernel call and its messages may cost. Measured at 32K, of one call: 96.2%
-# whole, 97.3% in two chunks, 94.1% in four (benchmarks/results/h200x2_nccl_32k_chunks.md).
+# and again as much of each of the three other exchanges of a layer. Each chunk costs the host 3 ms of launches a layer:
+# at 32K two chunks take as long as one on NVLink, four 2% longer, and at 8K two take a fifth longer than one
+# (benchmarks/results/h200x2_nccl_chunks.md).
 CHUNK_BYTES = 2**26
 
 HeadRange = tuple[int, int]

@@ -43,7 +43,7 @@ def seq_parallel_loss(
         call's global sum over N. Both float32 (float64 for float64 logits); 0 where no target is valid.
 
     Raises:
-        ValueError: targets whose shape is not that of the logits.
+        ValueError: targets whose shape is not that of the logits, or that are not int64.
 
     Gradient accumulation: with `num_items` every micro-batch is divided by the count of all of them, so their
     gradients (and their `reported`) simply add up. The `backward` of Accelerate and of DeepSpeed divides by the

@@ -162,8 +162,13 @@ def test_the_head_keeps_its_forward_after_an_error():
     assert head(hidden).shape == (*targets.shape, VOCAB)
 
 
-def test_bad_shapes_and_devices_are_named():
+def test_bad_targets_are_named():
     hidden, head, targets = problem()
+    for wrong, found in [(None, "NoneType"), (targets.float(), "torch.float32"), (targets > 0, "torch.bool")]:
+        with pytest.raises(ValueError, match=f"not {found}: give target_ids"):
+            seq_parallel_loss_from_hidden(hidden, head, wrong)
+        with pytest.raises(ValueError, match=f"not {found}: give target_ids"):
+            seq_parallel_loss(head(hidden), wrong)
     with pytest.raises(ValueError, match="targets"):
         seq_parallel_loss_from_hidden(hidden, head, targets[:, 1:])
     with pytest.raises(ValueError, match="targets"):

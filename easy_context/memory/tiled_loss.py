@@ -87,7 +87,7 @@ def tiled_token_nll(
 def nll_sum_from_logits(logits: Tensor, targets: Tensor, tile_size: int | None = None) -> Tensor:
     """`tiled_nll_sum` from logits `[B, S, V]` that exist already: their float32 copy and their softmax are made tile
     by tile, in the forward and again in the backward, and never kept."""
-    _check_shapes(logits, targets)
+    _check_targets(logits, targets)
     rows = _rows_per_tile(logits.shape[-1], tile_size, logits.device)
     return _LogitsNll.apply(logits.flatten(0, -2), targets.flatten(), rows)
 
@@ -100,7 +100,10 @@ def _rows_per_tile(vocab_size: int, tile_size: int | None, device: torch.device)
     return tile_size
 
 
-def _check_shapes(rows: Tensor, targets: Tensor) -> None:
+def _check_targets(rows: Tensor, targets: Tensor) -> None:
+    found = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+    if found != torch.int64:
+        raise ValueError(f"targets must be int64, not {found}: give target_ids to prepare_seq_parallel_inputs")
     if targets.shape != rows.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} must have the leading shape of {tuple(rows.shape)}")
     if targets.device != rows.device:
@@ -110,7 +113,7 @@ def _check_shapes(rows: Tensor, targets: Tensor) -> None:
 @torch.compiler.disable  # a compiled call would run on without the substituted forward
 def _in_one_call(head: nn.Module, function: Callable, hidden: Tensor, targets: Tensor, tile_size: int | None):
     """`function(head's own forward, hidden [N, E], targets [N], rows of a tile)` as one call of `head`."""
-    _check_shapes(hidden, targets)
+    _check_targets(hidden, targets)
     vocab_size = getattr(head, "out_features", None)
     if vocab_size is None and tile_size is None:
         raise ValueError(f"{type(head).__name__} has no out_features: pass tile_size, the rows of a tile")

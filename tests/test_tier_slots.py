@@ -1,7 +1,9 @@
 """Host buffers and files as slots: exact sizes, used again, and a message where there is no room."""
 
+import ctypes
 import errno
 import gc
+import mmap
 import os
 import threading
 import time
@@ -87,6 +89,38 @@ def mapping_of(memory):
     last = next(i for i, line in enumerate(lines) if i > first and line.startswith("VmFlags"))
     fields = dict(line.split(":", 1) for line in lines[first + 1 : last + 1])
     return int(fields["Rss"].split()[0]) * 1024, fields["VmFlags"].split()
+
+
+def test_a_forked_child_frees_nothing_of_its_own(pool):
+    """What a child maps may lie where the parent's page-locked memory is. When the child's Python gives up that memory,
+    its own must stay, and nothing is unlocked."""
+    lease = pool.take(2**20)
+    child = os.fork()
+    if not child:
+        try:
+            own = (ctypes.c_char * 2**20).from_address(map_at(lease.slot.bytes.data_ptr(), 2**20))
+            del lease
+            pool.idle.clear()
+            gc.collect()
+            own.value = b"here"
+            os._exit(pool.locked != [2**20])
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    del lease
+    pool.idle.clear()
+    assert pool.locked == []
+
+
+def map_at(address, size):
+    """mmap(2) of private memory at an address that is free."""
+    system = ctypes.CDLL(None, use_errno=True).mmap
+    system.restype, system.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
+    fixed = 0x10  # MAP_FIXED
+    return system(address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
 
 
 def test_memory_that_cannot_be_page_locked_is_named(pool, monkeypatch):

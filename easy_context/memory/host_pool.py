@@ -9,6 +9,7 @@ So threads touch it before, in pages of 2 MiB where the system has them (madvise
 (benchmarks/results/h200x2_page_locking.md).
 """
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -27,6 +28,7 @@ from .pool import Lease, Pool
 GIB = 2**30
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")  # a system without them refuses to be asked for them
 TOUCHING = 8  # threads of a process; more gain nothing
+_locked: weakref.WeakKeyDictionary[mmap.mmap, weakref.finalize] = weakref.WeakKeyDictionary()
 
 
 class HostMemory:
@@ -54,7 +56,18 @@ class HostMemory:
             raise MemoryError(_shortage(size, psutil.virtual_memory().available)) from error
         if device.type == "cuda":
             locked = torch.frombuffer(mapping, dtype=torch.uint8)
-            weakref.finalize(view, page_unlock, locked, device).atexit = False
+            _locked[mapping] = weakref.finalize(view, page_unlock, locked, device)
+            _locked[mapping].atexit = False
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked child something else may get the addresses of page-locked memory, which is not there: whatever the
+    child's Python gives up, they must not be unmapped, not even as it ends."""
+    for end in list(_locked.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(end.detach()))
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def touch(memory: Tensor) -> None:

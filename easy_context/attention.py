@@ -6,6 +6,7 @@ layer, gather with `unshard_sequence`. Bytes moved per call are those of the mod
 """
 
 from dataclasses import dataclass
+from operator import index
 from weakref import WeakKeyDictionary
 
 import torch
@@ -90,14 +91,14 @@ def sequence_parallel_attention(
     mesh = current_mesh()
     layout = _layout(mode, mesh)
     padded = k.shape[1] * layout.world
-    length = padded if length is None else length
+    length = padded if length is None else _whole("length", length)
     if not 0 < length <= padded:
         raise ValueError(f"length={length}, but k and v hold {padded} tokens over {layout.world} ranks")
     settings = {
         "layout": layout,
         "seq_len": padded,
         "causal": causal,
-        "window": window,
+        "window": None if window is None else _whole("window", window),
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "softcap": softcap,
         "kernel": kernel,
@@ -127,10 +128,18 @@ def _layout(mode: Mode, mesh: SeqParallelMesh) -> Layout:
     return mode.layout(mesh.sp_size, mesh.ring_size)
 
 
+def _whole(name: str, tokens) -> int:
+    """Of any integer type: 4.0 would find the plans of 4, and 4 those of 4.0, with slices that nobody can use."""
+    try:
+        return index(tokens)
+    except TypeError as error:
+        raise ValueError(f"{name} counts tokens, so it takes int, not {tokens!r}") from error
+
+
 def _plans_of(mesh: SeqParallelMesh, *sequence) -> dict:
     """What earlier calls found out about a sequence: a model's layers all ask for the same one."""
     known = _plans.setdefault(mesh, {})
-    if sequence not in known and len(known) == SEQUENCES:
+    if sequence not in known and len(known) >= SEQUENCES:
         known.clear()
     return known.setdefault(sequence, {})
 
@@ -141,7 +150,7 @@ def _with_padding(documents: Documents | None, length: int, padded: int, causal:
     Raises ValueError for borders that do not ascend from 0 to `length`."""
     if documents is None:
         return None if causal or length == padded else ((0, length, padded),)
-    documents = tuple(map(tuple, documents))
+    documents = tuple(tuple(_whole("documents", border) for border in row) for row in documents)
     if any((*row[:1], *row[-1:]) != (0, length) or row != tuple(sorted(set(row))) for row in documents):
         raise ValueError(f"documents must ascend from 0 to length={length} in every row, not {documents}")
     return documents if length == padded else tuple((*row, padded) for row in documents)

@@ -1,6 +1,7 @@
 """`sequence_parallel_attention` in models that are not from transformers: not causal, windows, soft caps, documents,
 cross-attention, and a tiny video transformer that trains on sharded frames."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,6 +131,18 @@ def test_layers_share_what_is_found_out_about_a_sequence(monkeypatch):
     assert len(attention._plans[current_mesh()]) <= attention.SEQUENCES
 
 
+def test_plans_are_found_by_numbers_of_any_integer_type(monkeypatch):
+    found, q = [], draw(1, 48, 2, 8)
+    plan = base.plan_blocks
+    monkeypatch.setattr(base, "plan_blocks", lambda *spans, **masks: found.append(masks) or plan(*spans, **masks))
+    truth = definition(q, q, q, causal=True, window=5, documents=((0, 7, 48),))
+    for number in (int, torch.tensor, np.int64):
+        documents = [[number(border) for border in (0, 7, 48)]]
+        out = sequence_parallel_attention(q, q, q, length=number(48), window=number(5), documents=documents)
+        assert error(out, truth) < EXACT
+    assert len(found) == 1
+
+
 def calls_of_two(rank, world):
     """What the rank calls of torch.distributed in two calls of attention, where ranks 0 and 1 alone have messages."""
     calls, q = [], shard_sequence("zigzag_ring_attn", draw(1, 64, 2, 8))
@@ -173,6 +186,9 @@ def test_cross_attention(world, context, context_length):
         ({"documents": ((-1, 8),)}, "documents must ascend"),
         ({"documents": ((0, 8), (0, 3, 8))}, "documents of 2 rows, q of 1"),
         ({"documents": ()}, "documents of 0 rows"),
+        ({"documents": ((0.0, 3.0, 8.0),)}, "documents counts tokens.*0.0"),
+        ({"length": 7.0, "causal": False}, "length counts tokens.*7.0"),
+        ({"window": 3.0}, "window counts tokens.*3.0"),
         ({"seq_algo": "ring"}, "unknown mode"),
         ({"seq_algo": "ring", "context": "replicated", "causal": False}, "unknown mode"),
     ],

@@ -6,7 +6,9 @@ for every call.
 """
 
 import atexit
+import contextlib
 import os
+import secrets
 import socket
 import sys
 import traceback
@@ -138,9 +140,12 @@ def _clean_up() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that Linux hands out itself: one of these may go to another test's gloo before it is used here."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 @atexit.register

@@ -5,11 +5,12 @@ registered with CUDA (`cudaHostRegister`, CUDA Runtime API, "Memory Management")
 every step. For CPU tensors it is ordinary memory.
 
 Registering memory that nobody has touched makes it page by page on one core, at 2 GiB/s: minutes, for hundreds of GiB.
-So threads touch it before, in pages of 2 MiB where the system has them (madvise(2), MADV_HUGEPAGE): ten times faster
-(benchmarks/results/h200x2_page_locking.md).
+So threads touch it before, in pages of 2 MiB where the system has them (madvise(2), MADV_HUGEPAGE): four to nine times
+as fast (benchmarks/results/h200x2_page_locking.md).
 """
 
 import ctypes
+import functools
 import mmap
 import os
 import weakref
@@ -53,11 +54,18 @@ class HostMemory:
                 touch(self.bytes)
                 page_lock(self.bytes)
         except (OSError, RuntimeError) as error:  # of mmap, of cudaHostRegister
-            raise MemoryError(_shortage(size, psutil.virtual_memory().available)) from error
+            shortage = _shortage(size, psutil.virtual_memory().available)
+            raise MemoryError(f"{shortage} ({type(error).__name__}: {error})") from error
         if device.type == "cuda":
             locked = torch.frombuffer(mapping, dtype=torch.uint8)
             _locked[mapping] = weakref.finalize(view, page_unlock, locked, device)
             _locked[mapping].atexit = False
+            _mind_children()
+
+
+@functools.cache
+def _mind_children() -> None:
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _leave_to_the_parent() -> None:
@@ -65,9 +73,6 @@ def _leave_to_the_parent() -> None:
     child's Python gives up, they must not be unmapped, not even as it ends."""
     for end in list(_locked.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(end.detach()))
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def touch(memory: Tensor) -> None:

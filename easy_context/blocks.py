@@ -15,8 +15,10 @@ as the kernel wrote it.
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -156,14 +158,37 @@ class Scores:
     kernel: str | None = None
 
 
+class Parts(NamedTuple):
+    """What will be added up: how many results, and how many of them the row that gets most. With two, each row is
+    rounded once even if the sum is held in the results' own dtype; with more, it is held in a wide one."""
+
+    count: float
+    on_a_row: float
+
+    @classmethod
+    def of(cls, rows: Iterable[slice], length: int) -> "Parts":
+        """Of results of these `rows`, each in every row of the batch, where there are `length` tokens."""
+        limits = [row.indices(length)[:2] for row in rows]
+        changes = sorted([(start, 1) for start, _ in limits] + [(stop, -1) for _, stop in limits])
+        return cls(len(limits), max(accumulate(change for _, change in changes), default=0))
+
+    @property
+    def narrow(self) -> bool:
+        return self.on_a_row <= 2
+
+
+UNKNOWN = Parts(math.inf, math.inf)
+
+
 class Partial:
-    """Attention of queries shaped like `q` `[B, S, H, D]` over `count` blocks, added one by one. lse is `[B, H, S]`.
+    """Attention of queries shaped like `q` `[B, S, H, D]` over blocks, added one by one. lse is `[B, H, S]`.
 
-    A first block that covers all rows is kept as it comes, merges are written in float32 (float64), the last one in
-    the dtype of `q`: none of the conversions is a pass of its own where the merged block covers all rows."""
+    A first block that covers all rows is kept as it comes, merges are written in float32 (float64), the last one, and
+    all where no row is merged twice, in the dtype of `q`: none of the conversions is a pass of its own where the
+    merged block covers all rows."""
 
-    def __init__(self, q: torch.Tensor, count: int):
-        self.shape, self.dtype, self.missing = q.shape, q.dtype, count
+    def __init__(self, q: torch.Tensor, parts: Parts):
+        self.shape, self.dtype, self.parts, self.missing = q.shape, q.dtype, parts, parts.count
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
 
@@ -174,10 +199,11 @@ class Partial:
         if self.out is None and whole:
             self.out, self.lse = out, lse
             return
+        wide = self.dtype if self.parts.narrow else lse.dtype
         if self.out is None:
-            self.out = out.new_zeros(self.shape, dtype=lse.dtype)
+            self.out = out.new_zeros(self.shape, dtype=wide)
             self.lse = lse.new_full((self.shape[0], self.shape[2], self.shape[1]), -torch.inf)
-        into = _room(self.out, lse.dtype if self.missing else self.dtype, whole)
+        into = _room(self.out, wide if self.missing else self.dtype, whole)
         merge(self.out[batch, q], self.lse[batch, :, q], out, lse, into[batch, q])
         self.out = into
 
@@ -213,11 +239,12 @@ def _block_backward(b: Block, dout, q, k, v, out, lse, scores: Scores) -> BlockG
 
 class Sum:
     """Parts of a gradient, shaped like `like` `[B, S, heads, D]`, added up in float32 (float64 for float64), in place
-    in `total` where there is one. A first part that covers all of it is kept as it comes; the last of `count` parts is
-    added into the dtype of `like` right away. Without `count` the sum stays wide until `result`."""
+    in `total` where there is one. A first part that covers all of it is kept as it comes; the last of `parts`, and all
+    where no row is added to twice, are added into the dtype of `like` right away. Without `parts` the sum stays wide
+    until `result`."""
 
-    def __init__(self, like: torch.Tensor, count: float = math.inf, total: torch.Tensor | None = None):
-        self.like, self.missing, self.total = like, count, total
+    def __init__(self, like: torch.Tensor, parts: Parts = UNKNOWN, total: torch.Tensor | None = None):
+        self.like, self.parts, self.missing, self.total = like, parts, parts.count, total
 
     def add(self, part: torch.Tensor, batch: slice = slice(None), rows: slice = slice(None)) -> None:
         """Add `part` to rows `batch`, tokens `rows`."""
@@ -226,7 +253,7 @@ class Sum:
         if self.total is None and whole:
             self.total = part
             return
-        wide = torch.promote_types(self.like.dtype, torch.float32)
+        wide = self.like.dtype if self.parts.narrow else torch.promote_types(self.like.dtype, torch.float32)
         if self.total is None:
             self.total = self.like.new_zeros(self.like.shape, dtype=wide)
         if self.missing:

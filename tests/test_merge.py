@@ -1,9 +1,11 @@
 """The merge of partial results, in torch and in one Triton kernel, against its definition in float64."""
 
+from itertools import permutations
+
 import pytest
 import torch
 
-from easy_context.blocks import Partial, Sum
+from easy_context.blocks import Partial, Parts, Sum
 from easy_context.kernels.merge import merge
 
 SPLIT = 7  # keys of the first part
@@ -102,13 +104,13 @@ def test_a_sum_of_blocks_is_rounded_once_and_one_block_never(batch, rows):
     blocks = [torch.randn(like.shape, generator=generator).bfloat16() for _ in range(3)]
     lses = [torch.randn(2, 3, LENGTH, generator=generator) for _ in range(3)]
 
-    alone, one = Partial(like, 1), Sum(like)
+    alone, one = Partial(like, Parts(1, 1)), Sum(like)
     alone.add(blocks[0], lses[0].clone())
     one.add(blocks[0])
     assert alone.result()[0] is blocks[0] and one.result() is blocks[0]
     assert torch.equal(Sum(like).result(), torch.zeros_like(like))
 
-    partial, total, open_end = Partial(like, 3), Sum(like, 3), Sum(like)
+    partial, total, open_end = Partial(like, Parts(3, 3)), Sum(like, Parts(3, 3)), Sum(like)
     out, lse, wide = blocks[0].float(), lses[0].clone(), blocks[0].float()
     partial.add(blocks[0], lses[0].clone())
     total.add(blocks[0])
@@ -122,6 +124,47 @@ def test_a_sum_of_blocks_is_rounded_once_and_one_block_never(batch, rows):
     assert torch.equal(partial.result()[0], out.bfloat16()) and torch.equal(partial.result()[1], lse)
     assert total.total.dtype == torch.bfloat16 and torch.equal(total.result(), wide.bfloat16())
     assert torch.equal(open_end.total, wide)
+
+
+WHOLE, UPPER, LOWER = slice(None), slice(0, 30), slice(30, None)
+
+
+@pytest.mark.parametrize("order", list(permutations([WHOLE, UPPER, LOWER])))
+def test_rows_that_are_merged_once_never_pass_through_a_wide_tensor(order):
+    """A result of all rows and one of each half, in any order: two a row."""
+    generator = torch.Generator().manual_seed(0)
+    like = torch.empty(2, LENGTH, 3, 24, dtype=torch.bfloat16)
+    parts = Parts.of(order, LENGTH)
+    assert parts == (3, 2) and parts.narrow
+    partial, total, dtypes = Partial(like, parts), Sum(like, parts), set()
+    out, lse = like.new_zeros(like.shape, dtype=torch.float32), torch.full((2, 3, LENGTH), -torch.inf)
+    wide = out.clone()
+    for rows in order:
+        block = torch.randn(like[:, rows].shape, generator=generator).bfloat16()
+        block_lse = torch.randn(2, 3, block.shape[1], generator=generator)
+        merge(out[:, rows], lse[:, :, rows], block, block_lse)
+        wide[:, rows] += block
+        partial.add(block.clone(), block_lse, q=rows)
+        total.add(block.clone(), rows=rows)
+        dtypes |= {partial.out.dtype, total.total.dtype}
+    assert dtypes == {torch.bfloat16}
+    assert torch.equal(partial.result()[0], out.bfloat16()) and torch.equal(partial.result()[1], lse)
+    assert torch.equal(total.result(), wide.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "rows, most",
+    [
+        ([], 0),
+        ([slice(None)], 1),
+        ([slice(0, 4), slice(4, 8)], 1),
+        ([slice(0, 5), slice(4, 8), slice(4, 5), slice(6, 8)], 3),
+        ([slice(None)] * 4, 4),
+    ],
+)
+def test_parts_count_what_the_row_with_most_gets(rows, most):
+    parts = Parts.of(iter(rows), 8)
+    assert parts == (len(rows), most) and parts.narrow == (most <= 2)
 
 
 @pytest.mark.cuda

@@ -105,6 +105,16 @@ def test_both_sides_of_a_step_list_its_messages_in_the_same_order(steps):
 
 
 @pytest.mark.parametrize(
+    "world, rank, queries, keys", [(2, 0, (1, 1), (3, 3)), (2, 1, (3, 2), (1, 1)), (4, 3, (5, 4), (1, 1))]
+)
+def test_which_results_meet_in_a_row_of_dist_flash(world, rank, queries, keys):
+    """Of two ranks the second one's queries have two halves computed at two places: no row is merged twice."""
+    spans = [[(96 * r, 96 * r + 96)] for r in range(world)]
+    steps = Steps(rank, schedule(world), spans, lambda q, k: plan_blocks(q, k, causal=True))
+    assert (steps.query_parts, steps.key_parts) == (queries, keys)
+
+
+@pytest.mark.parametrize(
     "mode, ring_degree, together, apart",
     [
         ("zigzag_ring_attn", None, [4, 5, 5, 5, 4, 5, 4, 4], 8),

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..blocks import Block, Partial, Sum, add_gradients, attend, attend_backward
+from ..blocks import Block, Partial, Parts, Sum, add_gradients, attend, attend_backward
 from ..comm import Comm, pass_on
 from ..layout import Span
 from .balance import rebalanced
@@ -64,7 +64,7 @@ def ring_forward(q, k, v, ctx: AttentionContext, comm: Comm, spans: list[list[Sp
     if steps := _fetching(q, k, ctx, comm, spans):
         return scheduled_forward(q, k, v, ctx, comm, steps)
     blocks = _blocks_by_step(ctx, comm, spans)
-    partial = Partial(q, sum(map(len, blocks)))
+    partial = Partial(q, _query_parts(blocks, q))
     for step, held in zip(blocks, _passing(comm, k, v), strict=True):
         attend(q, *held, step, partial, ctx.scores)
     return partial.result()
@@ -76,7 +76,7 @@ def ring_backward(dout, residuals: Residuals, ctx: AttentionContext, comm: Comm,
     if steps := _fetching(q, k, ctx, comm, spans):
         return scheduled_backward(dout, residuals, ctx, comm, steps)
     blocks = _blocks_by_step(ctx, comm, spans)
-    dq, dk, dv = Sum(q, sum(map(len, blocks))), Sum(k), Sum(v)
+    dq, dk, dv = Sum(q, _query_parts(blocks, q)), Sum(k), Sum(v)
     if comm.size == 1:
         add_gradients(attend_backward(dout, *residuals[:5], *blocks, ctx.scores), dq, dk, dv)
         return dq.result(), dk.result(), dv.result()
@@ -119,6 +119,10 @@ def _fetching(q, k, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) 
 
 def _blocks_by_step(ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) -> list[list[Block]]:
     return [ctx.blocks(spans[comm.rank], spans[(comm.rank - step) % comm.size]) for step in range(comm.size)]
+
+
+def _query_parts(blocks: list[list[Block]], q: torch.Tensor) -> Parts:
+    return Parts.of((b.q for step in blocks for b in step), q.shape[1])
 
 
 def _passing(comm: Comm, k: torch.Tensor, v: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:

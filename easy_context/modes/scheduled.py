@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ..blocks import Partial, Sum, add_gradients, attend, attend_backward
+from ..blocks import Partial, Parts, Sum, add_gradients, attend, attend_backward
 from ..comm import Comm, Message
 from ..kernels.base import lse_dtype
 from .base import AttentionContext, Gradients, Residuals
@@ -122,7 +122,7 @@ class _Forward(_Pass):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.partial = Partial(self.q, self.steps.count_for_queries())
+        self.partial = Partial(self.q, self.steps.query_parts)
 
     def of_queries(self, task):
         return [self.q[:, self.rows(task)]]
@@ -132,7 +132,7 @@ class _Forward(_Pass):
         if job.tasks[0].keys_travel:
             attend(self.q, k, v, job.blocks, self.partial, self.scores)
             return []
-        partial = Partial(supplied[0], len(job.blocks))
+        partial = Partial(supplied[0], Parts.of((b.q for b in job.blocks), supplied[0].shape[1]))
         attend(supplied[0], k, v, job.blocks, partial, self.scores)
         return [(t.contiguous(), job.tasks[0].supplier) for t in partial.result()]
 
@@ -154,8 +154,8 @@ class _Backward(_Pass):
     def __init__(self, *args):
         *args, self.dout, self.out, self.lse = args
         super().__init__(*args)
-        self.dq = Sum(self.q, self.steps.count_for_queries())
-        self.dk, self.dv = (Sum(t, self.steps.count_for_keys()) for t in (self.k, self.v))
+        self.dq = Sum(self.q, self.steps.query_parts)
+        self.dk, self.dv = (Sum(t, self.steps.key_parts) for t in (self.k, self.v))
 
     def of_queries(self, task):
         rows = self.rows(task)

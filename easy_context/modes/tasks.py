@@ -14,8 +14,9 @@ kernel call where the mask allows, one merge, one addition to dq. `Steps` is a s
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
-from ..blocks import Block, merged
+from ..blocks import Block, Parts, merged
 from ..layout import Span
 
 # Keys and values that a step of several tasks may bring to a rank. What is alive of two such steps at once, gradients
@@ -113,15 +114,19 @@ class Steps(list[Step]):
             self._keys[task] = slice(min(b.k.start for b in blocks), max(b.k.stop for b in blocks))
         return self._keys[task]
 
-    def count_for_queries(self) -> int:
-        """How many results the rank's queries get: one of each block computed here, one of each task elsewhere."""
-        here = [job for step in self for job in step.jobs if job.tasks[0].query == self.rank]
-        return sum(len(job.blocks) for job in here) + sum(t.query == self.rank for s in self for t in s.supplied)
+    @cached_property
+    def query_parts(self) -> Parts:
+        """The results that the rank's queries get: one of each block computed here, one of each task elsewhere."""
+        here = [b.q for step in self for job in step.jobs if job.tasks[0].query == self.rank for b in job.blocks]
+        elsewhere = [self._rows(t) for step in self for t in step.supplied if t.query == self.rank]
+        return Parts.of(here + elsewhere, self._length)
 
-    def count_for_keys(self) -> int:
+    @cached_property
+    def key_parts(self) -> Parts:
         """The same of the rank's keys."""
-        here = [job for step in self for job in step.jobs if job.tasks[0].key == self.rank]
-        return sum(len(job.blocks) for job in here) + sum(t.key == self.rank for s in self for t in s.supplied)
+        here = [b.k for step in self for job in step.jobs if job.tasks[0].key == self.rank for b in job.blocks]
+        elsewhere = [self.keys(t) for step in self for t in step.supplied if t.key == self.rank]
+        return Parts.of(here + elsewhere, self._length)
 
     def _step(self, tasks: list[Task]) -> Step:
         tasks = [t for t in tasks if self.rank in (t.worker, t.supplier) and self._blocks(t)]
@@ -151,7 +156,12 @@ class Steps(list[Step]):
         return [replace(b, q=_moved(b.q, q_at), k=_moved(b.k, k_at)) for b in blocks]
 
     def _rows(self, task: Task) -> slice:
-        return task.rows(sum(end - start for start, end in self.spans[task.query]))
+        return task.rows(self._length)
+
+    @cached_property
+    def _length(self) -> int:
+        """Of a shard; they are equally long."""
+        return sum(end - start for start, end in self.spans[self.rank])
 
 
 def _part(spans: list[Span], rows: slice) -> list[Span]:

@@ -111,7 +111,9 @@ def test_timeline_of_a_gpu(benchmarks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("joined_bytes", [0, 2**18, 2**27])
-@pytest.mark.parametrize("world, ring, rank", [(4, 2, 0), (8, 2, 0), (5, 5, 0), (8, 4, 0), (8, 8, 3), (8, 4, 7)])
+@pytest.mark.parametrize(
+    "world, ring, rank", [(2, 2, 0), (2, 2, 1), (4, 2, 0), (8, 2, 0), (5, 5, 0), (8, 4, 0), (8, 8, 3), (8, 4, 7)]
+)
 def test_bytes_are_those_that_the_modes_send(benchmarks, monkeypatch, world, ring, rank, joined_bytes, dtype):
     """The bytes behind the limit, against what a virtual world counts."""
     monkeypatch.setattr(tasks, "JOINED_BYTES", joined_bytes)
@@ -123,7 +125,7 @@ def test_bytes_are_those_that_the_modes_send(benchmarks, monkeypatch, world, rin
         return [sum(sum(held.sent(part, backward)) for part in steps) for backward in (False, True)]
 
     def of_ring(mode: str, size: int, at: int, held: Shard) -> list[float]:
-        if held.most > 1:
+        if size == 2 or held.most > 1:
             return of_schedule(mode, size, at, held)
         sums = held.pair * held.wide / held.itemsize  # which go home in the gradients' own dtype
         return [(size - 1) * held.pair, (size - 1) * (held.pair + sums) + held.pair]

@@ -11,13 +11,14 @@ What hides them: a step's compute, 4 * B * (S/N)^2 * H * D FLOPs (half of that u
 in the backward; it grows with the square of the shard, the bytes grow linearly. Only the gradients' last message has
 nothing left to hide behind. Held besides the shards: two kv that alternate, in the backward two in float32 besides.
 
-Short shards (`tasks.JOINED_BYTES`), and those of masks that leave pairs of ranks without a block, are fetched: a rank
-gets just the keys that it sees straight from their owners, of several steps at a time, and sends each owner its share
-of the gradient in the inputs' dtype (`scheduled.py`). Sent by a rank with zigzag shards under a causal mask: forward
-kv * itemsize to each rank before it and half of that to each one after it; backward the same, and a share for
-whatever came. On average that is 3/4 of a ring's keys and values, and in bf16 3/8 of its gradients, in fewer, larger
-batches (8 ranks: three each way), with 3 kernel calls besides the own block's, not 7 (4, where keys of earlier and of
-later ranks meet in a step). The first batch hides behind the own block alone, the last shares behind nothing.
+Short shards (`tasks.JOINED_BYTES`), those of two ranks, and those of masks that leave pairs of ranks without a block,
+are fetched: a rank gets just the keys that it sees straight from their owners, of several steps at a time where they
+are short, and sends each owner its share of the gradient in the inputs' dtype (`scheduled.py`). Sent by a rank with
+zigzag shards under a causal mask: forward kv * itemsize to each rank before it and half of that to each one after it;
+backward the same, and a share for whatever came. On average that is 3/4 of a ring's keys and values, and in bf16 3/8 of
+its gradients (two ranks: 1/4), in fewer, larger batches (8 ranks: three each way), with 3 kernel calls besides the own
+block's, not 7 (4, where keys of earlier and of later ranks meet in a step). The first batch hides behind the own block
+alone, the last shares behind nothing.
 
 Where documents or windows leave some ranks more than 1.1 times the mean work, shards are fetched, too, and ranks with
 little to do help: they compute rows of others against keys of their own (`balance.py`). A row that is helped sends q
@@ -38,7 +39,7 @@ from ..layout import Span
 from .balance import rebalanced
 from .base import AttentionContext, Gradients, Mode, Residuals
 from .scheduled import scheduled_backward, scheduled_forward
-from .tasks import Steps, joined, most_joined, rotation
+from .tasks import Steps, joined, most_joined, passes_on, rotation
 
 
 class RingMode(Mode):
@@ -108,7 +109,7 @@ def _fetching(q, k, ctx: AttentionContext, comm: Comm, spans: list[list[Span]]) 
     balanced = rebalanced(ctx, rotation, spans)
     travelling = max(2 * k.numel(), 3 * q.numel() if balanced else 0)  # k and v; to helpers q, dout and out
     most = most_joined(travelling * k.element_size())
-    if balanced is None and most == 1 and ctx.is_dense(spans):
+    if balanced is None and passes_on(comm.size, most) and ctx.is_dense(spans):
         return None
 
     def steps() -> Steps:

@@ -77,6 +77,12 @@ def most_joined(shard_bytes: int) -> int:
     return max(1, JOINED_BYTES // max(1, shard_bytes))
 
 
+def passes_on(world: int, most: int) -> bool:
+    """Whether shards go around a ring of `world` ranks whole, rather than that each rank fetches what it sees of them,
+    `most` at a time: long ones do. Between two ranks both go the same way, and what is fetched is less."""
+    return world > 2 and most == 1
+
+
 @dataclass(frozen=True)
 class Job:
     """What a rank computes in one go: one task, or several whose queries are its own and whose keys are others'.

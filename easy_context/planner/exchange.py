@@ -3,20 +3,20 @@ computing cannot hide.
 
 A ring step computes while the next keys and values are on their way: only what takes longer than the computation
 shows, and in the backward the last gradients' way home. The same holds for steps of a schedule (dist_flash_attn, rings
-of short shards), of which several may be joined. Ulysses' all-to-alls come before and after attention: all of a short
-one shows, and of a long one, cut into chunks of heads, the first chunk's way there and the last one's way back. Head
-groups exchange one after the other, in messages that many times smaller.
+of short shards or of two ranks), of which several may be joined. Ulysses' all-to-alls come before and after attention:
+all of a short one shows, and of a long one, cut into chunks of heads, the first chunk's way there and the last one's
+way back. Head groups exchange one after the other, in messages that many times smaller.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from ..modes.deal import count_chunks, deal_heads
 from ..modes.dist_flash_attn import schedule
-from ..modes.tasks import joined, most_joined, rotation
+from ..modes.tasks import joined, most_joined, passes_on, rotation
 from .setting import Setting
 
 Link = Callable[[float, int], float]  # bytes of a message, ranks among whom it goes around -> seconds
@@ -126,9 +126,8 @@ def exposed(
     shard = shard.in_ring(world // ring)
     if ring == 1:
         return heads
-    if shard.most > 1:
-        return heads + _scheduled(mode, shard, world, ring, computed, link, backward)
-    return heads + _ring(shard, world, ring, computed, link, backward)
+    how = _ring if passes_on(ring, shard.most) else partial(_scheduled, mode)
+    return heads + how(shard, world, ring, computed, link, backward)
 
 
 def _ring(shard: Shard, world: int, ring: int, computed: float, link: Link, backward: bool) -> float:

@@ -20,7 +20,7 @@ from itertools import accumulate, groupby
 
 from ..memory.plan import LayerPlan
 from ..memory.tiled_loss import TILE_BYTES_CUDA
-from ..modes.tasks import most_joined
+from ..modes.tasks import most_joined, passes_on
 from .setting import BF16, Setting
 
 INT8 = 0.52  # bytes of an element and its share of a scale, against bf16
@@ -95,7 +95,8 @@ def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, 
     copies = 2 * q if groups > 1 else 0  # a group's part of a and of da
     computing = 2 * (q + kv) + copies + work + shared if backward else 2 * q + kv
     exchange = 0.0
-    if several > 1:  # a step's keys, half as many of the next; backward: their gradients, sent and received
+    if joins and not passes_on(setting.ring, several):
+        # a step's keys, half as many of the next; backward: their gradients, sent and received
         exchange += kv * (1 + several * (3.25 if backward else 1.5)) + (2 * q if backward else 3 * q)
     elif setting.ring > 1:
         exchange += 2 * kv + (2 * q + 6 * kv if backward else 3 * q)

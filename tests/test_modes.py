@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from easy_context.blocks import Parts
 from easy_context.comm import ProcessGroupComm
 from easy_context.kernels import KERNELS
 from easy_context.modes import AttentionContext, Mode, available_modes, get_mode, tasks
@@ -217,6 +218,21 @@ def test_bf16_error_does_not_grow_with_the_world(mode):
     for world in (2, 8):
         errors = [error(t.double(), w) for t, w in zip(sharded(mode, world, None, *low), truth, strict=True)]
         assert all(e <= 2 * a for e, a in zip(errors, alone, strict=True)), (world, errors, alone)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("mask", ["causal", "documents", "window", "all"])
+@pytest.mark.parametrize(
+    "mode, world, ring_degree",
+    [s for s in SPLITS if s[1] in (2, 4) and s[0] not in ("ulysses_attn", "data_parallel")],
+)
+def test_sums_held_in_bf16_are_bit_by_bit_those_held_in_float32(mode, world, ring_degree, mask, monkeypatch):
+    """A row that gets two results is rounded once either way; held in bf16, one that gets more would be twice."""
+    data = [t.bfloat16() for t in inputs()]
+    got = sharded(mode, world, ring_degree, *data, **MASKS[mask])
+    monkeypatch.setattr(Parts, "narrow", False)
+    wide = sharded(mode, world, ring_degree, *data, **MASKS[mask])
+    assert all(torch.equal(a, b) for a, b in zip(got, wide, strict=True))
 
 
 MASKS = {

@@ -80,6 +80,15 @@ def test_of_long_all_to_alls_one_chunk_shows(tokens, kv_heads, chunks):
             assert seconds == pytest.approx(shown)
 
 
+@pytest.mark.parametrize("world, forward, backward", [(2, 1, 2), (3, 2, 7)])
+def test_two_ranks_fetch_long_shards_which_three_pass_on(world, forward, backward):
+    """Pairs of keys and values that show where nothing hides them; three ranks' gradients, in float32, count twice."""
+    shard = exchange.Shard(1 << 20, 32, 8, 128)
+    for pairs, way in ((forward, False), (backward, True)):
+        sent = exchange.exposed("zigzag_ring_attn", shard, world, world, 0.0, lambda size, _: size, backward=way)
+        assert sent == pairs * shard.pair
+
+
 # --- choices --------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,9 @@ is the phase with the largest sum. What a layer keeps for its backward stands in
     kept            N E (input), N (E + H D) + 4 N H (attention), or what autograd saves (everything)
     hidden states   forward x, a, y; backward x, a (come back from their tier) and the gradients dy, da
     attention       a group's q, k, v; backward those, copies of a and da, dq, dk, dv, and the kernel's float32 sums
-    exchange        ring: what it receives while it computes, and its float32 sums; joined steps (`modes/tasks.py`):
-                    keys and values of two, and gradients of two; all-to-all: a second copy
+    exchange        ring: what it receives while it computes, and its float32 sums; joined steps and rings of two ranks
+                    (`modes/tasks.py`): keys and values of two steps, and gradients of two; dist_flash_attn: of two
+                    tasks, q, dout, out and dq; all-to-all: a second copy
     tiles           of the MLP: 6 T M backward; of the projections; of the loss
     layer gradients the layer's weights' in float32 while its tiles are at work
 """
@@ -89,13 +90,15 @@ def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, 
     q = n * s.attention_size / groups * BF16
     kv = 2 * n * s.kv_heads * s.head_size / min(groups, s.kv_heads) * BF16
     work = setting.costs.attention_workspace / BF16 * q
-    joins = setting.ring > 1 and setting.mode != "dist_flash_attn"
-    several = min(most_joined(int(kv)), setting.ring // 2) if joins else 1  # shards of keys that a step computes on
+    helps = setting.mode == "dist_flash_attn"
+    several = 1 if helps else max(1, min(most_joined(int(kv)), setting.ring // 2))  # shards that a step computes on
     shared = 2 * kv * several if s.kv_heads < s.heads else 0  # dk, dv of shared heads are summed in float32
     copies = 2 * q if groups > 1 else 0  # a group's part of a and of da
     computing = 2 * (q + kv) + copies + work + shared if backward else 2 * q + kv
     exchange = 0.0
-    if joins and not passes_on(setting.ring, several):
+    if helps and setting.ring > 1:  # in a world of few ranks fewer rows travel at once
+        exchange += 4 * kv + min(8, 1.5 * setting.ring) * q if backward else 3 * kv + 4 * q
+    elif setting.ring > 1 and not passes_on(setting.ring, several):
         # a step's keys, half as many of the next; backward: their gradients, sent and received
         exchange += kv * (1 + several * (3.25 if backward else 1.5)) + (2 * q if backward else 3 * q)
     elif setting.ring > 1:

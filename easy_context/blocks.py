@@ -199,11 +199,11 @@ class Partial:
         if self.out is None and whole:
             self.out, self.lse = out, lse
             return
-        wide = self.dtype if self.parts.narrow else lse.dtype
+        meanwhile = self.dtype if self.parts.narrow else lse.dtype
         if self.out is None:
-            self.out = out.new_zeros(self.shape, dtype=wide)
+            self.out = out.new_zeros(self.shape, dtype=meanwhile)
             self.lse = lse.new_full((self.shape[0], self.shape[2], self.shape[1]), -torch.inf)
-        into = _room(self.out, wide if self.missing else self.dtype, whole)
+        into = _room(self.out, meanwhile if self.missing else self.dtype, whole)
         merge(self.out[batch, q], self.lse[batch, :, q], out, lse, into[batch, q])
         self.out = into
 
@@ -253,12 +253,13 @@ class Sum:
         if self.total is None and whole:
             self.total = part
             return
-        wide = self.like.dtype if self.parts.narrow else torch.promote_types(self.like.dtype, torch.float32)
+        narrow = self.like.dtype
+        meanwhile = narrow if self.parts.narrow else torch.promote_types(narrow, torch.float32)
         if self.total is None:
-            self.total = self.like.new_zeros(self.like.shape, dtype=wide)
+            self.total = self.like.new_zeros(self.like.shape, dtype=meanwhile)
         if self.missing:
-            self.total = self.total.to(wide)  # two halves would be added as halves
-        into = _room(self.total, wide if self.missing else self.like.dtype, whole)
+            self.total = self.total.to(meanwhile)  # two halves would be added as halves
+        into = _room(self.total, meanwhile if self.missing else narrow, whole)
         torch.add(self.total[batch, rows], part, out=into[batch, rows])
         self.total = into
 

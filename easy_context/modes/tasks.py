@@ -122,16 +122,19 @@ class Steps(list[Step]):
 
     @cached_property
     def query_parts(self) -> Parts:
-        """The results that the rank's queries get: one of each block computed here, one of each task elsewhere."""
-        here = [b.q for step in self for job in step.jobs if job.tasks[0].query == self.rank for b in job.blocks]
-        elsewhere = [self._rows(t) for step in self for t in step.supplied if t.query == self.rank]
-        return Parts.of(here + elsewhere, self._length)
+        """The results that the rank's queries get."""
+        return self._parts("query", "q", self._rows)
 
     @cached_property
     def key_parts(self) -> Parts:
-        """The same of the rank's keys."""
-        here = [b.k for step in self for job in step.jobs if job.tasks[0].key == self.rank for b in job.blocks]
-        elsewhere = [self.keys(t) for step in self for t in step.supplied if t.key == self.rank]
+        """The results that the rank's keys get."""
+        return self._parts("key", "k", self.keys)
+
+    def _parts(self, owner: str, side: str, rows: Callable[[Task], slice]) -> Parts:
+        """One of each block computed here, one of each task elsewhere."""
+        jobs = [job for step in self for job in step.jobs if getattr(job.tasks[0], owner) == self.rank]
+        here = [getattr(block, side) for job in jobs for block in job.blocks]
+        elsewhere = [rows(task) for step in self for task in step.supplied if getattr(task, owner) == self.rank]
         return Parts.of(here + elsewhere, self._length)
 
     def _step(self, tasks: list[Task]) -> Step:

@@ -90,22 +90,25 @@ def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, 
     q = n * s.attention_size / groups * BF16
     kv = 2 * n * s.kv_heads * s.head_size / min(groups, s.kv_heads) * BF16
     work = setting.costs.attention_workspace / BF16 * q
-    helps = setting.mode == "dist_flash_attn"
-    several = 1 if helps else max(1, min(most_joined(int(kv)), setting.ring // 2))  # shards that a step computes on
+    joins = setting.ring > 1 and setting.mode != "dist_flash_attn"
+    several = min(most_joined(int(kv)), setting.ring // 2) if joins else 1  # shards of keys that a step computes on
     shared = 2 * kv * several if s.kv_heads < s.heads else 0  # dk, dv of shared heads are summed in float32
     copies = 2 * q if groups > 1 else 0  # a group's part of a and of da
     computing = 2 * (q + kv) + copies + work + shared if backward else 2 * q + kv
-    exchange = 0.0
-    if helps and setting.ring > 1:  # in a world of few ranks fewer rows travel at once
-        exchange += 4 * kv + min(8, 1.5 * setting.ring) * q if backward else 3 * kv + 4 * q
-    elif setting.ring > 1 and not passes_on(setting.ring, several):
-        # a step's keys, half as many of the next; backward: their gradients, sent and received
-        exchange += kv * (1 + several * (3.25 if backward else 1.5)) + (2 * q if backward else 3 * q)
-    elif setting.ring > 1:
-        exchange += 2 * kv + (2 * q + 6 * kv if backward else 3 * q)
-    if setting.ulysses > 1:
-        exchange += q + kv + (q if backward else 0)
-    return {"attention": computing, "exchange": exchange}
+    return {"attention": computing, "exchange": _exchange(setting, q, kv, several, backward)}
+
+
+def _exchange(setting: Setting, q: float, kv: float, several: int, backward: bool) -> float:
+    """Of queries of `q` bytes and as many keys and values of `kv`; a step of joined ones computes on `several` kv."""
+    all_to_all = q + kv + (q if backward else 0) if setting.ulysses > 1 else 0.0
+    if setting.ring == 1:
+        return all_to_all
+    if setting.mode == "dist_flash_attn":  # in a world of few ranks fewer rows travel at once
+        return 4 * kv + min(8, 1.5 * setting.ring) * q if backward else 3 * kv + 4 * q
+    if passes_on(setting.ring, several):
+        return all_to_all + 2 * kv + (2 * q + 6 * kv if backward else 3 * q)
+    # a step's keys, half as many of the next; backward: their gradients, sent and received
+    return all_to_all + kv * (1 + several * (3.25 if backward else 1.5)) + (2 * q if backward else 3 * q)
 
 
 def _forward(setting: Setting, layer: LayerPlan) -> Iterator[tuple[str, dict[str, float]]]:

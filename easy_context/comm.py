@@ -1,9 +1,8 @@
 """Every byte of attention that crosses ranks.
 
 A `Comm` is one group seen from one rank: point-to-point exchanges (all of a step in one batch, so that no order of
-sends and receives can deadlock) and all-to-alls of flat buffers. Both start a transfer of whole contiguous tensors and
-return; nothing here knows about attention. Waiting orders the current CUDA stream behind the transfer and never blocks
-the host there.
+sends and receives can deadlock) and an all-to-all of flat buffers. Both move whole contiguous tensors; nothing here
+knows about attention. Waiting orders the current CUDA stream behind the transfer and never blocks the host there.
 
 `ProcessGroupComm` runs over torch.distributed; tests and benchmarks bring a comm of their own in which the ranks are
 threads of one process (`easy_context.virtual`).
@@ -37,12 +36,9 @@ class Comm(Protocol):
         the group calls `exchange` equally often in the same order; empty lists are fine."""
         ...
 
-    def all_to_all(
-        self, send: torch.Tensor, received: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
-    ) -> Pending:
-        """Start to send `send_sizes[i]` elements of the flat `send` to rank i, one rank's after the other's, and to
-        fill the flat `received` alike with `receive_sizes[i]` elements from rank i. Both stay untouched until `wait`
-        returns. What was started first is waited for first."""
+    def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
+        """Send `send_sizes[i]` elements of the flat `send` to rank i, one rank's after the other's. Returns, flat and
+        in the same order, `receive_sizes[i]` elements from rank i."""
         ...
 
 
@@ -86,11 +82,10 @@ class ProcessGroupComm:
     def _op(self, function, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(function, tensor, group=self.group, group_peer=peer)
 
-    def all_to_all(
-        self, send: torch.Tensor, received: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
-    ) -> _Works:
-        work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.group, async_op=True)
-        return _Works([work], [received, send])
+    def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
+        received = send.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.group)
+        return received
 
 
 def pass_on(comm: Comm, tensor: torch.Tensor, received: torch.Tensor) -> Pending:

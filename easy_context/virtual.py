@@ -69,12 +69,11 @@ class VirtualComm:
             self.world.post(self._box(self.rank, peer), tensor)
         return _Receives(self.world, [(buffer, self._box(peer, self.rank)) for buffer, peer in receives])
 
-    def all_to_all(
-        self, send: torch.Tensor, received: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
-    ) -> _Receives:
+    def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
+        received, peers = send.new_empty(sum(receive_sizes)), range(self.size)
         sends, receives = send.split(send_sizes), received.split(receive_sizes)
-        peers = range(self.size)
-        return self.exchange(list(zip(sends, peers, strict=True)), list(zip(receives, peers, strict=True)))
+        self.exchange(list(zip(sends, peers, strict=True)), list(zip(receives, peers, strict=True))).wait()
+        return received
 
 
 def run_ranks(layout: Layout, work: Callable) -> list:

@@ -18,7 +18,6 @@ from easy_context import (
     sequence_parallel_attention,
     shard_sequence,
 )
-from easy_context.modes import deal
 
 GPUS = torch.cuda.device_count()
 MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn")
@@ -82,13 +81,6 @@ def attention_errors(rank, world, mode, kernels, head_sizes, length, device, hea
     return errors
 
 
-def errors_in_chunks(rank, world, *args):
-    """The same of Ulysses with two KV heads a rank and an all-to-all for each, however short."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deal, "CHUNK_BYTES", 0)
-        return attention_errors(rank, world, "ulysses_attn", *args, 4 * world, 2 * world)
-
-
 def assert_close(of_ranks: list[dict], cases: set) -> None:
     """`cases` were computed, and all ranks together are within twice the error of one call."""
     assert all(set(errors) == cases for errors in of_ranks) and cases
@@ -109,16 +101,6 @@ def test_attention_within_twice_the_error_of_one_call(mode, kernel, world):
     of_ranks = spawn(attention_errors, world, mode, [kernel], [64, 128], length, "cuda", backend="nccl")
     named = {name for name in masks(length) if kernel != "cudnn" or name != "window"}
     assert_close(of_ranks, {(kernel, head_size, name) for head_size in (64, 128) for name in named})
-
-
-@over_nccl
-@pytest.mark.parametrize("kernel", CUDA)
-def test_ulysses_in_chunks_within_twice_the_error_of_one_call(kernel, world):
-    q = torch.zeros(1, 128, 8, 128, dtype=torch.bfloat16, device="cuda")
-    if reason := BY_NAME[kernel].why_not(q, q, causal=True):
-        pytest.skip(reason)
-    of_ranks = spawn(errors_in_chunks, world, [kernel], [128], 2048 * world, "cuda", backend="nccl")
-    assert_close(of_ranks, {(kernel, 128, name) for name in masks(1) if kernel != "cudnn" or name != "window"})
 
 
 # --- models
@@ -192,8 +174,3 @@ def test_the_functions_of_this_file_over_gloo(mode):
     of_ranks = spawn(attention_errors, 2, mode, ["cpu_flash"], [16], 512, "cpu")
     assert_close(of_ranks, {("cpu_flash", 16, name) for name in masks(512)})
     assert_trains_alike(2, mode, 1 if mode == "ulysses_attn" else 2, 60, "cpu", "gloo")
-
-
-def test_chunks_over_gloo():
-    of_ranks = spawn(errors_in_chunks, 2, ["cpu_flash"], [16], 512, "cpu")
-    assert_close(of_ranks, {("cpu_flash", 16, name) for name in masks(512)})

@@ -1,4 +1,4 @@
-"""Planned layers of several ranks: every mode, Ulysses in chunks, DDP, FSDP2, ZeRO-3, each against one process."""
+"""Planned layers of several ranks: every mode, DDP, FSDP2, ZeRO-3, each against one process."""
 
 import os
 import sys
@@ -13,7 +13,6 @@ import easy_context as ec
 from easy_context.memory.layer import apply_memory_plan
 from easy_context.memory.plan import MemoryPlan
 from easy_context.mesh import reset_mesh
-from easy_context.modes import deal
 
 MODES = ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn"]
 
@@ -40,29 +39,6 @@ def _step(rank, world, mode, keep, length):
     ec.apply_seq_parallel_monkey_patch(mode, model)
     apply_memory_plan(model, MemoryPlan.uniform(2, keep, head_groups=2, tile_size=5, prefetch=True))
     return gradients(model, batch(length=length), mode, rank, world)
-
-
-def test_ulysses_in_chunks():
-    """Two KV heads a rank, an all-to-all each."""
-    truth = gradients(tiny_model(num_key_value_heads=4), batch())
-    for found in spawn(_steps_in_chunks, 2):
-        for keep, step in found.items():
-            assert worst(step, truth) < 1e-9, keep
-
-
-def _steps_in_chunks(rank, world):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deal, "CHUNK_BYTES", 0)
-        return {keep: _step_in_chunks(rank, world, keep) for keep in ("attention", "input")}
-
-
-def _step_in_chunks(rank, world, keep):
-    reset_mesh()
-    ec.init_seq_parallel(world)
-    model = tiny_model(num_key_value_heads=4)
-    ec.apply_seq_parallel_monkey_patch("ulysses_attn", model)
-    apply_memory_plan(model, MemoryPlan.uniform(2, keep, "host", tile_size=5))
-    return gradients(model, batch(), "ulysses_attn", rank, world)
 
 
 def test_engines():

@@ -3,9 +3,8 @@ computing cannot hide.
 
 A ring step computes while the next keys and values are on their way: only what takes longer than the computation
 shows, and in the backward the last gradients' way home. The same holds for steps of a schedule (dist_flash_attn, rings
-of short shards or of two ranks), of which several may be joined. Ulysses' all-to-alls come before and after attention:
-all of a short one shows, and of a long one, cut into chunks of heads, the first chunk's way there and the last one's
-way back. Head groups exchange one after the other, in messages that many times smaller.
+of short shards or of two ranks), of which several may be joined. Ulysses' all-to-alls come before and after attention,
+so all of them show. Head groups exchange one after the other, in messages that many times smaller.
 """
 
 from collections import defaultdict
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from ..modes.deal import count_chunks, deal_heads
+from ..modes.deal import deal_heads
 from ..modes.dist_flash_attn import schedule
 from ..modes.tasks import joined, most_joined, passes_on, rotation
 from .setting import Setting
@@ -122,7 +121,7 @@ def exposed(
     `again`: the backward also brings q, k, v and out back into the arrangement of the mode (`Mode.restore`)."""
     if mode == "dist_flash_attn":
         return _scheduled(mode, shard, world, world, computed, link, backward)
-    heads = _heads(shard, world // ring, ring, computed, link, backward and again)
+    heads = _heads(shard, world // ring, link, backward and again)
     shard = shard.in_ring(world // ring)
     if ring == 1:
         return heads
@@ -151,19 +150,12 @@ def _scheduled(mode: str, shard: Shard, world: int, ring: int, computed: float, 
     return total
 
 
-def _heads(shard: Shard, ranks: int, ring: int, computed: float, link: Link, again: bool) -> float:
-    """q, k, v there and out back; backward dout there and dq, dk, dv back, whose sums are the same. While a chunk
-    computes, the next one is on its way there and the previous one on its way back."""
+def _heads(shard: Shard, ranks: int, link: Link, again: bool) -> float:
+    """q, k, v there and out back; backward dout there and dq, dk, dv back, whose sums are the same."""
     if ranks == 1:
         return 0.0
     there, back = shard.of_heads(ranks)
-    chunks = count_chunks(shard.kv_heads, ranks, there) if ring == 1 else 1
-    there, back, both = (link(size / chunks, ranks) for size in (there, back, there + back))
-    total = there + back + (chunks * both if again else 0.0)
-    for chunk in range(chunks):
-        travelling = there * (chunk + 1 < chunks) + back * (chunk > 0)
-        total += max(0.0, travelling - computed / chunks)
-    return total
+    return link(there, ranks) + link(back, ranks) + (link(there + back, ranks) if again else 0.0)
 
 
 def seconds(setting: Setting, groups: int, computed: float, *, backward: bool, again: bool) -> float:

@@ -1,11 +1,13 @@
 """Heads dealt to ranks: who has which, that they arrive and return bit by bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_modes import inputs
 
 from easy_context.modes import get_mode
-from easy_context.modes.deal import Deal, deal_heads, joined, kv_of_each_query
+from easy_context.modes.deal import Deal, Pieces, deal_heads, joined, kv_of_each_query
 from easy_context.virtual import run_ranks
 
 
@@ -23,6 +25,16 @@ def test_heads_are_dealt_once_with_the_kv_heads_they_use(heads, kv_heads, ranks)
             per_kv = (end - start) // (kv_end - kv_start)
             pairing = [i // per_kv for i in range(end - start)]
         assert [kv_start + p for p in pairing or []] == [h // group for h in range(start, end)]
+
+
+def test_shares_of_one_kv_head_are_summed_in_float32():
+    """In bf16 256 + 1 is 256, whatever is added afterwards."""
+    ones = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
+    shares = [256 * ones, ones, ones]
+    assert torch.equal(joined(Pieces([(0, 1)] * 3, shares)), 258 * ones)
+    dealt = Deal(SimpleNamespace(rank=2, size=5), 22, 2)  # whose query heads 10 to 13 use KV heads 0, 1, 1, 1
+    for grad in dealt.unpaired(*[torch.cat([ones, *shares], 2)] * 2):
+        assert torch.equal(grad, torch.cat([ones, 258 * ones], 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -73,8 +73,15 @@ def test_all_to_alls_show_whole(again):
     shard = exchange.Shard(32768, 32, 8, 128)
     sent = 32768 * (2 * 32 + 2 * 8) * 128 * 2 / 2
     for backward in (False, True):
-        shown = exchange.exposed("ulysses_attn", shard, 2, 1, 9.0, lambda size, _: size, backward=backward, again=again)
-        assert shown == sent * (1 + (again and backward))
+        how = {"backward": backward, "again": again}
+        shown = exchange.exposed("ulysses_attn", shard, 2, 1, 9.0, lambda size, _: 7 + size, **how)
+        assert shown == 2 * 7 + sent + (again and backward) * (7 + sent)
+
+
+@pytest.mark.parametrize("heads, kv_heads, ulysses, travelling", [(32, 8, 2, 4), (8, 2, 4, 1), (40, 8, 3, 14)])
+def test_kv_heads_that_travel_the_ring_of_usp(heads, kv_heads, ulysses, travelling):
+    """Of 40 query heads three ranks have 14, 13 and 13, in groups of uneven size: each with a KV head of its own."""
+    assert exchange.Shard(1024, heads, kv_heads, 128).in_ring(ulysses).kv_heads == travelling
 
 
 @pytest.mark.parametrize("world, forward, backward", [(2, 1, 2), (3, 2, 7)])

@@ -11,6 +11,7 @@ the way out (none for the output at B = 1, which is a single tensor).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,16 @@ def kv_of_each_query(share: Share, group: int) -> list[int] | None:
     return None if even or not pairing else pairing
 
 
+@cache
+def most_heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, int, int]:
+    """Of the ranks with most of them: query heads, KV heads, and KV heads as kernels get them, a copy for each query
+    head where some rank has to pair them so. Pure."""
+    shares = deal_heads(heads, kv_heads, ranks)
+    own, own_kv = (max(end - start for start, end in ranges) for ranges in zip(*shares, strict=True))
+    copied = any(kv_of_each_query(share, heads // kv_heads) for share in shares)
+    return own, own_kv, own if copied else own_kv
+
+
 class Pieces(NamedTuple):
     """Heads of a piece of the sequence by the rank they come from: `parts[r]`, `[B, S_local, heads, D]`, are the heads
     `ranges[r]`."""
@@ -70,12 +81,7 @@ class Deal:
         batch, length, _, head_size = tensors[0].shape
         numbers = _numbers(ranges)
         sizes = [batch * length * n * head_size for n in numbers]
-        send = tensors[0].new_empty(sum(sizes))
-        for message, n, of_rank in zip(send.split(sizes), numbers, ranges, strict=True):
-            parts = [t[:, :, slice(*r)] for t, r in zip(tensors, of_rank, strict=True)]
-            room, *parts = _in_words(message.view(batch, length, n, head_size), *parts)
-            torch.cat(parts, dim=2, out=room)
-        received = self.comm.all_to_all(send, sizes, [sizes[self.comm.rank]] * size)
+        received = self.comm.all_to_all(_message(tensors, ranges), sizes, [sizes[self.comm.rank]] * size)
         by_rank = received.view(size, batch, length, numbers[self.comm.rank], head_size)
         widths = [end - start for start, end in ranges[self.comm.rank]]
         return list(by_rank.transpose(0, 1).flatten(1, 2).split(widths, dim=2))
@@ -125,6 +131,19 @@ def joined(pieces: Pieces) -> torch.Tensor:
     for (start, end), part in zip(ranges, parts, strict=True):
         whole[:, :, start:end].add_(part)
     return whole.to(like.dtype)
+
+
+def _message(tensors: Sequence[torch.Tensor], ranges: list[list[HeadRange]]) -> torch.Tensor:
+    """Flat, for one rank after the other: of each token the heads `ranges[rank]` of the tensors."""
+    batch, length, _, head_size = tensors[0].shape
+    numbers = _numbers(ranges)
+    whole = tensors[0].new_empty(batch * length * sum(numbers) * head_size)
+    of_ranks = whole.split([batch * length * n * head_size for n in numbers])
+    for message, n, of_rank in zip(of_ranks, numbers, ranges, strict=True):
+        parts = [t[:, :, slice(*r)] for t, r in zip(tensors, of_rank, strict=True)]
+        room, *parts = _in_words(message.view(batch, length, n, head_size), *parts)
+        torch.cat(parts, dim=2, out=room)
+    return whole
 
 
 def _numbers(ranges: list[list[HeadRange]]) -> list[int]:

@@ -12,9 +12,9 @@ every rank that needs it; cross-attention sends q and k, v apart. `restore` is o
 
 What hides them: nothing, since attention needs all tokens of a head, and its output comes last. It matters little where
 sequences are long: compute grows with the square of the length, bytes grow linearly. Two H200 exchange for 2% of the
-time at 32K tokens a GPU, for 0.5% at 128K; hiding that behind the attention of other heads took longer than it does
-(`benchmarks/results/h200x2_nccl_chunks.md`). Choose Ulysses where links are fast and there are no more ranks than
-heads; beyond that, ranks without a head idle (`usp_attn` splits the rest by a ring).
+time at 32K tokens a GPU, for 0.5% at 128K; hiding that behind the attention of other heads cost 4% at 128K and gained
+nothing certain at 32K (`benchmarks/results/h200x2_nccl_chunks.md`). Choose Ulysses where links are fast and there are
+no more ranks than heads; beyond that, ranks without a head idle (`usp_attn` splits the rest by a ring).
 """
 
 from ..comm import Comm, ProcessGroupComm

@@ -4,8 +4,9 @@ A group of `ring * ulysses` ranks. An all-to-all over the `ulysses` neighbours t
 at most as many ranks as heads), a zigzag ring over the `ring` groups does the rest (slow links, exchange hidden behind
 compute, any number of ranks). ring = 1 is Ulysses, ulysses = 1 is zigzag ring attention.
 
-Bytes per layer: those of `ulysses_attn.py` with N = ulysses, plus those of `ring.py` with N = ring and H_kv / ulysses
-heads. Choose it when there are more ranks than heads, or several nodes: `ring_degree` = number of nodes.
+Bytes per layer: those of `ulysses_attn.py` with N = ulysses, plus those of `ring.py` with N = ring and the KV heads of
+one rank: H_kv / ulysses, or, where uneven heads are paired by copying, one for every query head. Choose it when there
+are more ranks than heads, or several nodes: `ring_degree` = number of nodes.
 """
 
 from ..comm import Comm

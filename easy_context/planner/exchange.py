@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from ..modes.deal import deal_heads
+from ..modes.deal import deal_heads, most_heads
 from ..modes.dist_flash_attn import schedule
 from ..modes.tasks import joined, most_joined, passes_on, rotation
 from .setting import Setting
@@ -63,8 +63,8 @@ class Shard:
         return most_joined(int(self.pair))
 
     def in_ring(self, ulysses: int) -> "Shard":
-        """What travels the ring: in USP more tokens, and as many fewer heads."""
-        heads, kv_heads = self.heads / ulysses, max(1, self.kv_heads / ulysses)
+        """What travels the ring: in USP more tokens, and as many fewer heads, those of the rank with most."""
+        heads, _, kv_heads = most_heads(self.heads, self.kv_heads, ulysses)
         return replace(self, rows=self.rows * ulysses, heads=heads, kv_heads=kv_heads)
 
     def of_heads(self, ranks: int) -> tuple[float, float]:

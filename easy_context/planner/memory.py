@@ -7,7 +7,8 @@ is the phase with the largest sum. What a layer keeps for its backward stands in
 
     kept            N E (input), N (E + H D) + 4 N H (attention), or what autograd saves (everything)
     hidden states   forward x, a, y; backward x, a (come back from their tier) and the gradients dy, da
-    attention       a group's q, k, v; backward those, copies of a and da, dq, dk, dv, and the kernel's float32 sums
+    attention       a group's q, k, v; backward those, dq, dk, dv, and the kernel's float32 sums; copies of its part of
+                    a and da (not with an all-to-all, whose message is one)
     exchange        ring: what it receives while it computes, and its float32 sums; joined steps and rings of two ranks
                     (`modes/tasks.py`): keys and values of two steps, and gradients of two; dist_flash_attn: of two
                     tasks, q, dout, out and dq; all-to-all: q, k, v, out of the own heads, dout backward; what goes home
@@ -18,12 +19,11 @@ is the phase with the largest sum. What a layer keeps for its backward stands in
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate, groupby
 
 from ..memory.plan import LayerPlan
 from ..memory.tiled_loss import TILE_BYTES_CUDA
-from ..modes.deal import deal_heads, kv_of_each_query
+from ..modes.deal import most_heads
 from ..modes.tasks import most_joined, passes_on
 from .setting import BF16, Setting
 
@@ -90,32 +90,23 @@ def _attention(setting: Setting, layer: LayerPlan, backward: bool) -> dict[str, 
     """Of one group of heads."""
     s, n = setting.shape, setting.rows
     groups = 1 if layer.keep == "everything" else setting.plan.head_groups
-    q = n * s.attention_size / groups * BF16
-    kv = 2 * n * s.kv_heads * s.head_size / min(groups, s.kv_heads) * BF16
-    most_q, most_kv, copied = _own_heads(s.heads // groups, max(1, s.kv_heads // groups), setting.ulysses)
-    q, kv = most_q * q, most_kv * kv
+    heads, own_kv_heads, kv_heads = most_heads(s.heads // groups, max(1, s.kv_heads // groups), setting.ulysses)
+    of_a_head = n * setting.ulysses * s.head_size * BF16
+    q, own_kv, kv = heads * of_a_head, 2 * own_kv_heads * of_a_head, 2 * kv_heads * of_a_head
     work = setting.costs.attention_workspace / BF16 * q
     joins = setting.ring > 1 and setting.mode != "dist_flash_attn"
     several = min(most_joined(int(kv)), setting.ring // 2) if joins else 1  # shards of keys that a step computes on
-    shared = 2 * kv * several * (s.kv_heads < s.heads and not copied)  # dk, dv of shared heads are float32 sums
+    shared = 2 * kv * several if kv_heads < heads else 0  # dk, dv of shared heads are summed in float32
     copies = 2 * q if groups > 1 and setting.ulysses == 1 else 0  # a group's part of a and of da
     computing = 2 * (q + kv) + copies + work + shared if backward else 2 * q + kv
     exchange = _in_ring(setting, q, kv, several, backward)
-    if setting.ulysses > 1:  # own heads besides the shards; what goes home as it was computed, is sent, and arrives
-        while_computing = exchange + (2 * q + 4 * q * copied if backward else q + kv + 2 * q * copied)
-        while_travelling = 6 * q + 4 * kv - computing if backward else max(3 * q + kv, q + 2 * kv)
+    if setting.ulysses > 1:
+        # own heads besides the shards; then what goes home, as it was computed, is sent, and arrives
+        copied = own_kv if kv_heads > own_kv_heads else 0.0
+        while_computing = exchange + (2 * q + copied if backward else q + own_kv + copied)
+        while_travelling = (6 * q + 4 * own_kv if backward else 5 * q + 2 * own_kv) - computing
         exchange = max(while_computing, while_travelling)
     return {"attention": computing, "exchange": exchange}
-
-
-@cache
-def _own_heads(heads: int, kv_heads: int, ranks: int) -> tuple[float, float, bool]:
-    """The most query and KV heads that one of `ranks` has, in parts of all heads / ranks, and whether one copies KV
-    heads to pair them."""
-    shares = deal_heads(heads, kv_heads, ranks)
-    most, most_kv = (max(end - start for start, end in ranges) for ranges in zip(*shares, strict=True))
-    copied = any(kv_of_each_query(share, heads // kv_heads) is not None for share in shares)
-    return most * ranks / heads, most_kv * ranks / kv_heads, copied
 
 
 def _in_ring(setting: Setting, q: float, kv: float, several: int, backward: bool) -> float:

@@ -121,8 +121,10 @@ def assert_exact(results, expected, tolerance):
 
 
 def assert_as_good_as_torch(results, q, k, v, dout, causal, lse_tolerance=1e-4, **variant):
-    """At most twice the error of torch's own attention in the same precision, each against float64."""
+    """At most twice the error of torch's own attention in the same precision, each against float64. A gradient that
+    vanishes is float32 noise in both, of a size that depends on the CPU."""
     expected, own = truth(q, k, v, dout, causal, **variant), torch_attention(q, k, v, dout, causal, **variant)
     for what, a, b, c in zip(("out", "dq", "dk", "dv"), results, expected, own, strict=False):
-        assert error(a, b) <= 2 * error(c, b), (what, error(a, b), error(c, b))
+        allowed = max(2 * error(c, b), 1e-4 * (b.norm() < 1e-9))
+        assert error(a, b) <= allowed, (what, error(a, b), allowed)
     assert results[4].dtype == torch.float32 and error(results[4], expected[4]) < lse_tolerance
